@@ -66,11 +66,7 @@ def main(
     if names:
         fields = {"name": Column(""), "operator": Column("operator"), "shape_text": Column("x"), "why": Column("")}
         show("Workloads", [{f: getattr(w, f) for f in fields} for w in ALL.values()], fields)
-        show(
-            "Peers",
-            [{"name": p.name, "what": p.what} for p in PEERS.values()],
-            {"name": Column(""), "what": Column("")},
-        )
+        show("Peers", [vars(p) for p in PEERS.values()], {"name": Column(""), "what": Column("")})
         return
     end = time.monotonic() + seconds
     # PyTorch shares the card, and memory is read from programs, not from a pool.

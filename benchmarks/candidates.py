@@ -1,12 +1,11 @@
 """Compile candidates of tiles for a chip, without one, and time them where it is: a thousand in ten seconds.
 
     python benchmarks/candidates.py compile FILE layer-norm-4096:backward gpt2-small:forward ...
-    python benchmarks/candidates.py time FILE [--output found.json] [--tiles h100.json]
+    python benchmarks/candidates.py time FILE [--output h100.json]
 
-The first command needs Triton, and writes the machine code of each candidate's launches. The second needs the card, and
-PyTorch for memory and events. A question is a workload and a direction. The first candidate of each is what the rules
-of `jln._junction.tiles` choose; the others' numbers are compared with its own. Times are of CUDA's events, 256 MB
-written before each run, and have some 2 us more than the kernels' own.
+The first needs Triton, the second the card, and PyTorch for memory and events. Of each question, a workload and a
+direction, the first candidate is what the rules choose; the others' numbers are compared with its own. Times are of
+CUDA's events, 256 MB written before each run, and have some 2 us more than the kernels' own.
 """
 
 from __future__ import annotations
@@ -28,13 +27,22 @@ from collections.abc import Callable
 from typing import Annotated, Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import typer
 
+import jln
+from jln._junction import tiles
+from jln._triton.chip import Chip, named_chip
+from jln._triton.target import Recorder, using
+from jln._triton.tile import Tile, next_power_of_2
+from jln._triton.tuning import chip_name
+from workloads import WORKLOADS
+
 app = typer.Typer(add_completion=False)
-DIRECTIONS = ("forward", "backward")
 RIGHT = 0.05  # of the largest element, by which results may differ from those of the rules' tiles
 SPILLED = 16  # bytes a thread, beyond which a candidate is left out
-COLD_BYTES = 2**28
+COLD_BYTES, REPETITIONS = 2**28, 15
 BETWEEN = ("shares", "c1", "c2")  # arrays that a kernel makes for the next
 
 # A candidate's tiles: of the kernel and, where rows are wider than it, of the row sums. None are the rules' own.
@@ -43,39 +51,26 @@ Candidate = tuple[Any, ...]
 
 def answers(direction: str, candidate: Candidate) -> contextlib.AbstractContextManager[Any]:
     """A context in which the rules answer with the candidate's tiles."""
-    from jln._junction import tiles
-
     if not candidate:
         return contextlib.nullcontext()
     if direction == "forward":
         return mock.patch.object(tiles, "forward", lambda *a, **how: candidate[0])
-    plan = tiles.BackwardPlan(*candidate, *[None] * (2 - len(candidate)))
+    plan = tiles.BackwardPlan(candidate[0], next(iter(candidate[1:]), None))
     return mock.patch.multiple(tiles, backward=lambda *a, **how: plan, both_sides=lambda *a, **how: candidate[0])
 
 
 def recorded(name: str, direction: str, candidate: Candidate, chip: str) -> list[Any]:
     """The launches of a workload's direction with the candidate's tiles."""
-    import jax
-
-    from jln._triton import chip as chips
-    from jln._triton import target
-    from workloads import WORKLOADS
-
     workload = WORKLOADS[name]
     step = workload.step(workload.function(implementation="triton"))
-    with answers(direction, candidate), target.using(recorder := target.Recorder(chips.named_chip(chip))):
+    with answers(direction, candidate), using(recorder := Recorder(named_chip(chip))):
         jax.jit(lambda *arrays: step(*arrays)).lower(*workload.step_arguments())
-    is_forward = direction == "forward"
-    return [a for a in recorder.launches if (a.kernel.fn.__name__ == "forward_kernel") == is_forward]
+    return [a for a in recorder.launches if (a.kernel.fn.__name__ == "forward_kernel") == (direction == "forward")]
 
 
 def candidates(name: str, direction: str) -> list[Candidate]:
     """The rules' own tiles, then those of a grid of rows, warps, stages and programs; more than a chip can run."""
-    from jln._triton.tile import Tile, next_power_of_2
-    from workloads import WORKLOADS
-
-    h = WORKLOADS[name].width
-    columns = next_power_of_2(h)
+    columns = next_power_of_2(h := WORKLOADS[name].width)
     found: list[Candidate] = [()]
     if direction == "backward" and h > 8192:
         sums = [Tile(r, c, w, s) for r, c, w in ((1, 4096, 8), (2, 2048, 8), (1, 2048, 4)) for s in (1, 2, 3, 4)]
@@ -111,12 +106,10 @@ def packed(job: tuple[str, str, Candidate, str]) -> list[dict[str, Any]] | str:
                 for name, a in launch.arguments.items()
                 if not (isinstance(a, int) and a == 1)  # a constant of the kernel
             ]
-            entry = re.search(r"\.visible \.entry (\w+)", made.assembly)
-            assert entry is not None
-            facts = {"kernel": launch.kernel.fn.__name__, "entry": entry.group(1), "code": made.binary}
-            facts |= {"shared": made.shared, "registers": made.registers, "warps": launch.tile.warps}
-            facts |= {"programs": launch.programs, "arguments": arguments, "results": list(launch.results)}
-            launches.append(facts | {"in_place": dict(launch.in_place)})
+            (entry,) = re.findall(r"\.visible \.entry (\w+)", made.assembly)
+            facts = {"entry": entry, "code": made.binary, "shared": made.shared, "registers": made.registers}
+            facts |= {"warps": launch.tile.warps, "programs": launch.programs, "arguments": arguments}
+            launches.append(facts | {"results": list(launch.results), "in_place": dict(launch.in_place)})
     except Exception as error:  # of the compiler's, about one candidate
         return f"{type(error).__name__}: {error}"[:200]
     return launches
@@ -133,8 +126,8 @@ def compile_all(
     jobs = []
     for text in asked:
         name, _, direction = text.partition(":")
-        if direction not in DIRECTIONS:
-            raise typer.BadParameter(f"{text!r} is not WORKLOAD:DIRECTION, with a direction of {', '.join(DIRECTIONS)}")
+        if direction not in ("forward", "backward"):
+            raise typer.BadParameter(f"{text!r} is not WORKLOAD:forward or WORKLOAD:backward")
         jobs += [(name, direction, c, chip) for c in ([()] if rules else candidates(name, direction))]
     kept = []
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -154,10 +147,7 @@ def described(tiles: list[tuple[int, ...]]) -> str:
 
 
 class Kernel:
-    """A launch's machine code, loaded, with its arguments.
-
-    buffer: from an argument's name, shape and dtype to a PyTorch tensor.
-    """
+    """A launch's machine code, loaded. buffer: from an argument's name, shape and dtype to its tensor."""
 
     def __init__(self, launch: dict[str, Any], buffer: Callable[[str, Any, str], Any]):
         self.cuda = ctypes.CDLL("libcuda.so.1")
@@ -165,12 +155,12 @@ class Kernel:
         self._do("cuModuleLoadData", ctypes.byref(self.module), launch["code"])
         self._do("cuModuleGetFunction", ctypes.byref(self.function), self.module, launch["entry"].encode())
         self._do("cuFuncSetAttribute", self.function, 8, launch["shared"])  # the largest dynamic shared memory
-        values: list[Any] = []
-        for name, a in launch["arguments"]:
-            if isinstance(a, int):
-                values.append(ctypes.c_int32(a) if abs(a) < 2**31 else ctypes.c_int64(a))
-            else:
-                values.append(ctypes.c_void_p(buffer(name, *a).data_ptr()))
+        values: list[Any] = [
+            ctypes.c_void_p(buffer(name, *a).data_ptr())
+            if not isinstance(a, int)
+            else (ctypes.c_int32 if abs(a) < 2**31 else ctypes.c_int64)(a)
+            for name, a in launch["arguments"]
+        ]
         values += [ctypes.c_void_p(0)] * 2  # Triton's own scratch memory, of which these kernels need none
         self.values = values  # they must live as long as the pointers to them
         pointers = [ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values]
@@ -185,11 +175,9 @@ class Kernel:
             raise RuntimeError(f"{name} returned CUDA's error {error}")
 
 
-def timed(runs: dict[Any, Callable[[], None]], repetitions: int, chill: Any) -> dict[Any, float]:
+def timed(torch: Any, runs: dict[Any, Callable[[], None]], repetitions: int, chill: Any) -> dict[Any, float]:
     """The median time of each run in microseconds, in rounds that have an order of their own each."""
-    import torch
-
-    events: list[tuple[Any, Any, Any]] = []
+    events, taken = [], {}
     for number in range(repetitions):
         for key in random.Random(number).sample(list(runs), len(runs)):
             chill.add_(1)
@@ -199,7 +187,6 @@ def timed(runs: dict[Any, Callable[[], None]], repetitions: int, chill: Any) -> 
             end.record()
             events.append((key, start, end))
     torch.cuda.synchronize()
-    taken: dict[Any, list[float]] = {}
     for key, start, end in events:
         taken.setdefault(key, []).append(start.elapsed_time(end) * 1e3)
     return {key: statistics.median(times) for key, times in taken.items()}
@@ -208,12 +195,9 @@ def timed(runs: dict[Any, Callable[[], None]], repetitions: int, chill: Any) -> 
 class Question:
     """The candidates of one workload and direction, with their arrays on the card."""
 
-    def __init__(self) -> None:
-        import torch
-
+    def __init__(self, torch: Any) -> None:
         self.torch, self.generator = torch, torch.Generator(device="cuda").manual_seed(0)
-        self.tensors: dict[Any, Any] = {}
-        self.expected: dict[Any, Any] = {}
+        self.tensors, self.expected = {}, {}
 
     def prepared(self, launches: list[dict[str, Any]]) -> tuple[Callable[[], None], float]:
         """A run of the launches, and how far its results are from the first candidate's, of their largest."""
@@ -253,18 +237,11 @@ class Question:
         self.expected = self.expected or got
         return run, max(float((got[k] - e).abs().max() / e.abs().max()) for k, e in self.expected.items())
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of every array once, without what kernels hand to each other."""
-        return sum(t.numel() * t.element_size() for key, t in self.tensors.items() if key[0] not in BETWEEN)
-
 
 @app.command("time")
 def time_all(
     file: Annotated[pathlib.Path, typer.Argument(help="As `compile` wrote it.", exists=True)],
-    output: Annotated[pathlib.Path | None, typer.Option(help="A file, for all of it as JSON.", dir_okay=False)] = None,
-    tiles: Annotated[pathlib.Path | None, typer.Option(help="A file for JLN_TUNING, of what is 2 % faster.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Of each candidate.")] = 15,
+    output: Annotated[pathlib.Path | None, typer.Option(help="A JSON file of all, for JLN_TUNING, too.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Begin no question after so many.")] = 60,
 ) -> None:
     """Time the candidates of each question on the card that is here."""
@@ -279,7 +256,7 @@ def time_all(
         if time.monotonic() - started > seconds:
             print(f"{name} {direction}: not begun")
             continue
-        question, runs, facts, moved = Question(), {}, {}, 0
+        question, runs, facts, moved = Question(torch), {}, {}, 0
         for numbers, launches in members:
             candidate = described(numbers)
             try:
@@ -287,46 +264,36 @@ def time_all(
             except RuntimeError as raised:
                 print(f"{name} {direction}: {candidate}: {raised}")
                 continue
-            moved = moved or question.bytes
+            arrays = [a for key, a in question.tensors.items() if key[0] not in BETWEEN]
+            moved = moved or sum(a.numel() * a.element_size() for a in arrays)
             counts = {fact: [launch[fact] for launch in launches] for fact in ("registers", "programs")}
             facts[candidate] = {"error": error, "tiles": numbers, **counts}
-        timed(runs, 2, chill)
-        times = timed(runs, repetitions, chill)
+        timed(torch, runs, 2, chill)
+        times = timed(torch, runs, REPETITIONS, chill)
         rule = times.get("by rule", float("nan"))
         print(f"{name} {direction}: {len(runs)} candidates, {moved / 1e6:.0f} MB; by rule {rule:.1f} us")
-        for candidate in sorted(times, key=times.__getitem__)[:5]:
-            wrong = "" if facts[candidate]["error"] < RIGHT else f"  WRONG by {facts[candidate]['error']:.1e}"
-            rate = moved / times[candidate] / 1e3
-            print(f"    {times[candidate]:8.2f} us {rate:7.0f} GB/s  {candidate}{wrong}", flush=True)
+        for c in sorted(times, key=times.__getitem__)[:5]:
+            wrong = "" if facts[c]["error"] < RIGHT else f"  WRONG by {facts[c]['error']:.1e}"
+            print(f"    {times[c]:8.2f} us {moved / times[c] / 1e3:7.0f} GB/s  {c}{wrong}", flush=True)
         same = {"workload": name, "direction": direction, "bytes": moved}
         found += [same | {"candidate": c, "microseconds": us} | facts[c] for c, us in times.items()]
-    device = torch.cuda.get_device_name()
-    if tiles is not None:
-        tiles.write_text(json.dumps(measured(found, device), indent=1) + "\n")
     if output is not None:
-        output.write_text(json.dumps({"device": device, "candidates": found}, indent=0) + "\n")
+        output.write_text(json.dumps(measured(found, torch.cuda.get_device_name()), indent=0) + "\n")
 
 
 def measured(found: list[dict[str, Any]], device: str) -> dict[str, Any]:
-    """The file of the fastest right candidates of each question that are 2 % faster than the rule's own tiles."""
-    import jax.numpy as jnp
-
-    import jln
-    from jln._triton.chip import Chip
-    from jln._triton.tuning import chip_name
-    from workloads import WORKLOADS
-
+    """The file: all candidates, and as its entries the right ones that are fastest, by 2 % faster than the rule's."""
     entries = []
-    for question in dict.fromkeys((c["workload"], c["direction"]) for c in found):
-        own = [c for c in found if (c["workload"], c["direction"]) == question]
-        best = min((c for c in own if c["error"] < RIGHT), key=lambda c: c["microseconds"])
+    for name, direction in dict.fromkeys((c["workload"], c["direction"]) for c in found):
+        own = [c for c in found if (c["workload"], c["direction"]) == (name, direction) and c["error"] < RIGHT]
+        best, w = min(own, key=lambda c: c["microseconds"], default=None), WORKLOADS[name]
         rule = next((c["microseconds"] for c in own if c["candidate"] == "by rule"), 0.0)
-        w = WORKLOADS[question[0]]
-        if w.entry.name in ("layer_norm", "rms_norm") and best["microseconds"] < 0.98 * rule:
-            size = {"choice": question[1], "h": [w.width], "itemsize": jnp.dtype(w.dtype).itemsize}
-            rate = {"mb_per_s": round(best["bytes"] / best["microseconds"])}
-            entries.append(size | {"tiles": best["tiles"]} | rate)
-    return {"chip": chip_name(Chip(device, 0, 0)), "versions": {"jln": jln.__version__}, "entries": entries}
+        plain = w.entry.name in ("layer_norm", "rms_norm") and w.is_over_last
+        if best is not None and plain and best["microseconds"] < 0.98 * rule:
+            size = {"choice": direction, "h": [w.width], "itemsize": jnp.dtype(w.dtype).itemsize}
+            entries.append(size | {"tiles": best["tiles"], "mb_per_s": round(best["bytes"] / best["microseconds"])})
+    versions = {"jln": jln.__version__, "jax": jax.__version__}
+    return {"chip": chip_name(Chip(device, 0, 0)), "versions": versions, "entries": entries, "candidates": found}
 
 
 if __name__ == "__main__":

@@ -271,12 +271,8 @@ def page(
     # A rehearsal is no result of a CPU, which has a folder of its own.
     of = "cpu-rehearsal" if where.get("platform") == "cpu" else chip_name(Chip(where.get("chip", ""), 0, 0))
     folder = into / (chip or of)
-    if (
-        not replace
-        and "times.json" in files
-        and (kept := folder / "times.json").exists()
-        and not kept.samefile(files["times.json"])
-    ):
+    kept = folder / "times.json"
+    if not replace and "times.json" in files and kept.exists() and not kept.samefile(files["times.json"]):
         before = load(kept)["environment"]
         raise UserError(
             f"{kept} has the times of {before['commit']}, {before['time']}: --replace, or --chip with another name"

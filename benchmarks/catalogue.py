@@ -1,8 +1,7 @@
 """The catalogue of public operators: what each takes, gives, reads and computes.
 
-Benchmarks and tests go over this one list. It is made of the
-operators' signatures, and of the table of their arrays in `jln._junction.arrays`: a new operator joins them all by
-being public, and a new array by its line there.
+Benchmarks and tests go over this one list. It is made of the operators' signatures, and of the table of their arrays in
+`jln._junction.arrays`: a new operator joins them all by being public, and a new array by its line there.
 """
 
 from __future__ import annotations
@@ -79,23 +78,27 @@ def sizes(shape: tuple[int, ...], axes: int | tuple[int, ...], features: tuple[i
 
 
 @dataclasses.dataclass(frozen=True)
-class Signature:
-    """The arguments and results of a function of named arrays, in order.
+class Operator:
+    """A public operator with some of its optional arguments, as a function and as the same function in plain jnp.
 
     reread: the arguments and results that its backward pass reads, beside the results' cotangents.
+    takes: the names of all arrays that it takes, those by keyword last. keywords: the names of the latter, which few
+      models have.
+    options: static keywords that say which form of the operator this is; empty for the defaults.
     """
 
     name: str
     arguments: tuple[Array, ...]
     results: tuple[Array, ...]
     reread: tuple[str, ...]
+    takes: tuple[str, ...]
+    keywords: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
 
     names = property(lambda self: tuple(a.name for a in self.arguments))
-    # The arguments, then the results.
     arrays = property(lambda self: self.arguments + self.results)
     parameters = property(lambda self: tuple(a for a in self.arguments if a.role != "activation"))
-    # The arguments with a gradient of their own.
-    gradients = property(lambda self: tuple(a for a in self.arguments if a.gradient_of is None))
+    gradients = property(lambda self: tuple(a for a in self.arguments if a.gradient_of is None))  # that have their own
 
     def packed(self, results: Iterable[Any]) -> Any:
         """The results, or their cotangents, as the function returns them: one by itself, several as a tuple."""
@@ -125,20 +128,6 @@ class Signature:
             return sizes(a.name for a in self.arguments) + results
         return results + sizes(self.reread) + sizes(a.name for a in self.gradients)
 
-
-@dataclasses.dataclass(frozen=True)
-class Operator(Signature):
-    """A public operator with some of its optional arguments, as a function and as the same function in plain jnp.
-
-    takes: the names of all arrays that it takes, those by keyword last. keywords: the names of the latter, which few
-      models have.
-    options: static keywords that say which form of the operator this is; empty for the defaults.
-    """
-
-    takes: tuple[str, ...]
-    keywords: tuple[str, ...]
-    options: tuple[tuple[str, Any], ...]
-
     function = property(lambda self: getattr(jln, self.name))
     reference = property(lambda self: getattr(jln.reference, self.name))
     # Whether the mean is subtracted; x is normalised in front of the sum, too; a residual is added in front of the
@@ -163,11 +152,6 @@ class Operator(Signature):
     def norm(self) -> Operator:
         """The operator in front of the products."""
         return OPERATORS[self.name.removesuffix("_linear")]
-
-    @property
-    def of_total(self) -> Operator:
-        """The operator that the sum of x and the residual goes through."""
-        return OPERATORS[self.name.removeprefix("add_").rpartition("norm_add_")[2]]
 
     def including(
         self,
@@ -202,10 +186,6 @@ class Operator(Signature):
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
         of_arrays.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         return of_arrays
-
-    def product_operations(self, elements: int, features: int, direction: str) -> int:
-        """The operations of the product alone: one product forward, two backward."""
-        return 2 * (1 + DIRECTIONS.index(direction)) * elements * features if self.is_linear else 0
 
 
 GATE_FIRST = (("norm_before_gate", False),)

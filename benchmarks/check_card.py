@@ -74,10 +74,8 @@ def main(
         rest = (time.monotonic() - started) / ended * (len(left) - ended)
         said = row["part"] if row["ok"] else f"WRONG {row['where']}"
         print(f"{case.form}, {case.dtype}: {said}; {ended} of {len(left)}, some {rest:.0f} s left", flush=True)
-    print(
-        f"{wrong} WRONG" if wrong else "all is right",
-        f"; {len(left) - ended} not finished" if ended < len(left) else "",
-    )
+    unfinished = f"; {len(left) - ended} not finished" if ended < len(left) else ""
+    print(f"{wrong} WRONG" if wrong else "all is right", unfinished)
     raise typer.Exit(1 if wrong else 3 if ended < len(left) else 0)
 
 

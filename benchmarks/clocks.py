@@ -1,13 +1,10 @@
 """Clocks: many programs in one measurement, in shuffled order, so that a drift of the clock is shared.
 
-Three clocks, each labelled in the results. The profiler's (`traced`, and `torch_peers.profiled`) is the device's own,
-and is the one for a GPU. The wall clock is for the CPU, and for a GPU whose profiler cannot be read; there it includes
-the dispatch. On a GPU a buffer larger than any L2 is written before each run, so inputs come from memory. `check`,
-which times one program, uses `seconds`.
-
-A kernel's time is the device's own account of it (from CUPTI, through the profilers of JAX and of PyTorch): no
-dispatch, no launch queue, and the same kind of number for every peer. A program's time is the time in which at least
-one of its kernels ran: gaps between kernels, which a larger program would fill, do not count.
+The profiler's clock (`traced`, and `torch_peers.profiled`) is the device's own, from CUPTI, for a GPU: no dispatch, no
+launch queue, and the same kind of number for every peer. A program's time is that in which at least one of
+its kernels ran: gaps between kernels, which a larger program would fill, do not count. A buffer larger than any L2 is
+written before each run, so inputs come from memory. The wall clock is for the CPU, and for a GPU whose profiler cannot
+be read; there it includes the dispatch.
 """
 
 from __future__ import annotations
@@ -220,9 +217,7 @@ def between_marks(events: Iterable[Event], mark: str) -> list[list[Event]]:
 
 
 def torch_events(text: str, window: str) -> list[list[Event]]:
-    """A GPU's events in each of the windows whose name starts with `window`, in the order of the windows.
-
-    A window is a `torch.profiler.record_function`.
+    """A GPU's events in each of the windows of `torch.profiler.record_function` so named, in their order.
 
     text: the trace as JSON, as `export_chrome_trace` writes it; its times are in microseconds.
     """

@@ -16,16 +16,12 @@ from jln._triton.launch import TRITON_CALLS
 class Kernel:
     """One kernel of a compiled program, with the bytes that one launch reads and writes on one device.
 
-    Attributes:
-      name: its name in the HLO.
-      kind: HLO's opcode ("fusion", "copy"), or a custom call's target.
-      bytes_read: the bytes of its distinct operands; of one that is only sliced, those of the slices.
-      bytes_written: the bytes of its results; of an update in place, those of the update.
-      times: launches per run.
-      exact: False where data decide how often it is launched; then a loop is counted as one trip, a conditional as all
-        of its branches.
-      product: whether it is a matrix product or an attention, XLA's own kernel or a library's.
-      is_triton: whether it is a Triton kernel of this library or another's, by either of jaxlib's calls for them.
+    kind: HLO's opcode ("fusion", "copy"), or a custom call's target.
+    bytes_read: of its distinct operands; of one that is only sliced, those of the slices.
+    bytes_written: of its results; of an update in place, those of the update.
+    times: launches per run. exact: False where data decide it; then a loop is counted as one trip, a conditional as all
+      of its branches.
+    product: whether it is a matrix product or an attention, XLA's own kernel or a library's.
     """
 
     name: str
@@ -43,15 +39,9 @@ class Kernel:
 class Collective:
     """One communication of a compiled program.
 
-    Attributes:
-      kind: HLO's opcode, as "all-reduce".
-      bytes: the bytes that go in or that come out on one device, whichever is more.
-      name: its name in the HLO.
-      times: communications per run.
-      exact: as of `Kernel`.
-      group: the numbers, in the mesh's order, of the devices of one group that communicate with each other; None where
-        HLO does not say it.
-      devices: how many devices communicate with each other.
+    bytes: those that go in or that come out on one device, whichever is more.
+    times, exact: as of `Kernel`.
+    group: the numbers, in the mesh's order, of the devices of one group; None where HLO does not say it.
     """
 
     kind: str

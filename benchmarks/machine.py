@@ -15,6 +15,7 @@ import jax
 import jln
 from jln._triton import target, tuning
 
+HERE = str(pathlib.Path(__file__).parent)
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "numpy", "flax", "dm-haiku", "tokamax", "torch", "liger-kernel")
 
 
@@ -39,9 +40,7 @@ def environment() -> dict[str, Any]:
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # A copy of the files, without a repository, has no commit: then the caller must name it.
         "commit": os.environ.get("JLN_COMMIT")
-        or _printed(
-            "git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"
-        ),
+        or _printed("git", "-C", HERE, "describe", "--always", "--dirty", "--exclude", "*"),
         "platform": device.platform,
         "chip": kind if kind != device.platform else _processor(),
         "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

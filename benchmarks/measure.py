@@ -18,7 +18,6 @@ import clocks
 import jln
 from clocks import Run, Times
 from jln.testing.operators import Error, Judge
-from jln.testing.report import finite_or_text
 from peers import Peer, Unsupported
 from rows import one_line
 from workloads import Workload
@@ -241,7 +240,8 @@ def _timed(programs: Sequence[PeerProgram], platform: str, repetitions: int) -> 
 def _record(workload, program, status, worst, reason, times: Times | None) -> dict[str, Any]:
     record = {"workload": workload.name, "peer": program.peer.name, "direction": program.direction, "status": status}
     if worst:
-        record["worst"] = {"result": worst.name, "error": finite_or_text(worst.error), "limit": worst.limit}
+        error = worst.error if math.isfinite(worst.error) else str(worst.error)  # JSON has no such numbers
+        record["worst"] = {"result": worst.name, "error": error, "limit": worst.limit}
     if reason:
         record["reason"] = reason
     if times is None:

@@ -74,19 +74,10 @@ CHIPS = {
 class CompiledProgram:
     """A compiled program, as each of its devices runs it; `str()` of it is a table. Sizes are in bytes on one device.
 
-    Attributes:
-      chip: the name of the chip, one of `CHIPS`.
-      kernels: what it launches that computes, in order.
-      collectives: what it communicates, in order.
-      temp_bytes: temporary memory.
-      argument_bytes: memory of the arguments.
-      output_bytes: memory of the results.
-      hlo: the text of the optimised HLO.
-      launches: the number of kernels that a run launches.
-      bytes_read: the bytes that all launches read.
-      bytes_written: the bytes that all launches write.
-      bytes_total: both of these.
-      product_bytes: the bytes that matrix products and attention read and write.
+    kernels, collectives: what it launches that computes, and what it communicates, in order.
+    hlo: the text of the optimised HLO.
+    launches, bytes_read, bytes_written, bytes_total: of all kernels of a run.
+    product_bytes: what matrix products and attention read and write.
     """
 
     chip: str
@@ -101,9 +92,7 @@ class CompiledProgram:
     bytes_read = property(lambda self: sum(k.times * k.bytes_read for k in self.kernels))
     bytes_written = property(lambda self: sum(k.times * k.bytes_written for k in self.kernels))
     bytes_total = property(lambda self: self.bytes_read + self.bytes_written)
-    product_bytes = property(
-        lambda self: sum(k.times * (k.bytes_read + k.bytes_written) for k in self.kernels if k.product)
-    )
+    product_bytes = property(lambda s: sum(k.times * (k.bytes_read + k.bytes_written) for k in s.kernels if k.product))
 
     def __str__(self) -> str:
         sizes = {k: (k.bytes_read, k.bytes_written) for k in self.kernels} | {c: (c.bytes,) for c in self.collectives}
@@ -117,18 +106,7 @@ class CompiledProgram:
 
 
 def mesh(chip: str, shape: Sequence[int], names: Sequence[str], axis_types: Any = None) -> jax.sharding.Mesh:
-    """A mesh of `prod(shape)` absent GPUs, for the shardings of `compile_for`'s arguments.
-
-    Args:
-      chip: one of `CHIPS`.
-      shape: the sizes of the mesh's axes.
-      names: the names of the mesh's axes.
-      axis_types: as of `jax.sharding.Mesh`.
-
-    Raises:
-      ValueError: the chip is unknown.
-      RuntimeError: JAX's CUDA packages are not installed.
-    """
+    """A mesh of `prod(shape)` absent GPUs, for the shardings of `compile_for`'s arguments; raises as that does."""
     gpus = np.array(_devices(chip, math.prod(shape))).reshape(shape)
     return jax.sharding.Mesh(gpus, tuple(names), axis_types=axis_types)
 
@@ -142,22 +120,13 @@ def compile_for(
 ) -> CompiledProgram:
     """Compile `fn(*args)` for a number of GPUs of one kind, and say what the program does.
 
-    Args:
-      fn: a function, jitted or not (a jitted one's donations and static arguments are not taken over).
-      *args: pytrees of arrays or `jax.ShapeDtypeStruct`, whose values do not matter; if `devices > 1` they carry
-        shardings over a `program.mesh(chip, ...)` of that many.
-      chip: one of `CHIPS`.
-      devices: how many GPUs.
-      compiler_options: XLA's, as `jax.jit` takes them. With no GPU there is no autotuning, and XLA's own Triton kernels
-        do most products; `{"xla_gpu_enable_triton_gemm": False}` gives them to cuBLAS. A tuned program gives it most,
-        too, but after XLA has fused what is around the products: a sum of them stays a kernel of its own.
+    Of a jitted function its donations and static arguments are not taken over. With no GPU there is no autotuning, and
+    XLA's own Triton kernels do most products; `{"xla_gpu_enable_triton_gemm": False}` gives them to cuBLAS. A tuned
+    program gives it most, too, but after XLA has fused what is around the products: a sum of them stays a kernel.
+    Raises ValueError for an unknown chip or where the arguments lie on none of the GPUs, and RuntimeError where JAX's
+    CUDA packages are not installed.
 
-    Returns:
-      A `CompiledProgram`.
-
-    Raises:
-      ValueError: the chip is unknown, or the arguments lie on none of the GPUs.
-      RuntimeError: JAX's CUDA packages are not installed.
+    args: arrays or `jax.ShapeDtypeStruct`; if `devices > 1` with shardings over a `program.mesh` of that many.
     """
     gpus = _devices(chip, devices)
     args = jax.tree.map(functools.partial(_place, gpus=gpus), args)
@@ -173,14 +142,7 @@ def compile_for(
 
 
 def collectives(hlo: str) -> tuple[Collective, ...]:
-    """The collectives of a program compiled for any platform, from its HLO.
-
-    Args:
-      hlo: the text of `jax.jit(fn).lower(...).compile().as_text()`.
-
-    Returns:
-      A `Collective` for each, in order.
-    """
+    """The collectives, in order, of a program for any platform, from `jitted.lower(...).compile().as_text()`."""
     return tuple(item for item in launches(hlo) if isinstance(item, Collective))
 
 

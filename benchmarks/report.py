@@ -48,18 +48,7 @@ KERNELS = {
     "shared": Column("shared KB", ".1f", 1e3),
     "widest_load": Column("widest load"),
 }
-FACTS = (
-    "name",
-    "operator",
-    "shape",
-    "features",
-    "axis",
-    "dtype",
-    "parameter_dtype",
-    "of_examples",
-    "title",
-    "directions",
-)
+FACTS = ("name", "operator", "title", "shape", "features", "dtype", "directions")
 
 
 def main(
@@ -107,9 +96,8 @@ def compiled_programs(workloads: Sequence[Workload], peers: Sequence[Peer], chip
     show(f"{title}, results returned", rows, PROGRAMS)
     failed = [f"{name} does not compile for {workload}: {why}" for (name, workload), why in failures.items()]
     print(*(f"Skipped {name}: {why}." for name, why in skipped.items()), *failed, sep="\n")
-    return {"workloads": facts, "skipped": skipped, "failures": failed}, any(
-        PEERS[name].is_ours for name, _ in failures
-    )
+    ours = any(PEERS[name].is_ours for name, _ in failures)
+    return {"workloads": facts, "skipped": skipped, "failures": failed}, ours
 
 
 def counted(workload: Workload, peer: Peer, chip: str) -> dict[str, Any]:

@@ -77,10 +77,7 @@ def main() -> int:
     x = jax.random.normal(jax.random.key(1), (asked.tokens, asked.width), jnp.bfloat16)
     given = parameters(asked.layers, asked.width), x
     norm = functools.partial(jln.layer_norm, **kernels_asked_for())
-    programs = {
-        "jnp": compiled(jln.reference.layer_norm, given),
-        "jln": compiled(norm, given),
-    }
+    programs = {"jnp": compiled(jln.reference.layer_norm, given), "jln": compiled(norm, given)}
     if jax.devices()[0].platform == "gpu":
         programs["jln, a call that no graph holds"] = compiled(norm, given, typed=False)
         programs["jnp, no graphs"] = compiled(jln.reference.layer_norm, given, graphs=False)

@@ -12,7 +12,7 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -22,8 +22,6 @@ from jln._triton import cache, lowering, ptxas, target, tuning
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 from jln.testing.operators import FORMS, step
 from jln.testing.report import aligned
-
-Device = Any  # a jax.Device, which type checkers take for a variable
 
 # Distribution -> what it is for here, and how it comes; extras in a clone of jln.
 PACKAGES = {
@@ -41,36 +39,8 @@ PACKAGES = {
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
 DEVICE_FILES = pathlib.Path("/dev")
-STAYS_XLA = "None stays XLA until a card has measured the kernels"
 # Of a Linear both strategies: the kernels fused, and the norm's around XLA's products.
 FEATURES = {"": 1024, "few features": 64}
-
-Versions = dict[str, tuple[int, ...]]
-
-
-class BadPair(NamedTuple):
-    """Two packages' versions that do not work together."""
-
-    what: str
-    effect: str
-    fix: str
-    here: Callable[[Versions], bool]
-
-
-BAD_PAIRS = (
-    BadPair(
-        "triton before 3.9 with numpy 2.4",
-        "Triton's interpreter fails; on a GPU nothing is amiss",
-        'pip install "triton>=3.9"',
-        lambda v: v.get("triton", (9,)) < (3, 9) and v.get("numpy", (0,)) >= (2, 4),
-    ),
-    BadPair(
-        "a CUDA or ROCm plugin of another version than jaxlib",
-        "JAX leaves the plugin, and so the GPU, unused",
-        "install both at one version: pip install -U jax[cuda13] (or [cuda12], [rocm7-local])",
-        lambda v: any(v[plugin][:3] != v["jaxlib"][:3] for plugin in PLUGINS if plugin in v),
-    ),
-)
 
 
 def run() -> int:
@@ -80,9 +50,7 @@ def run() -> int:
         print(f"jln: no device: {'; '.join(complaints)}, JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}")
         return 2
     versions = installed()
-    bad = [pair for pair in BAD_PAIRS if pair.here({k: parsed(v) for k, v in versions.items() if v is not None})]
-    faults = [f"{pair.what}: {pair.effect}. To mend it: {pair.fix}" for pair in bad]
-    faults += _idle_gpu(local)
+    faults = [*_bad_pairs({name: parsed(v) for name, v in versions.items() if v is not None}), *_idle_gpu(local)]
     chip = _chip(faults)
     with warnings.catch_warnings(record=True) as warned:  # of what is wrong in a tuning file
         warnings.simplefilter("always")
@@ -90,17 +58,16 @@ def run() -> int:
     faults += [str(warning.message) for warning in warned]
     kernels = _compiled_kernels(faults)
     kinds = {(d.platform, d.device_kind): d for d in reversed(local)}
-    print_table([("package", "installed", "if you want it, in a clone of jln"), *_packages(versions)])
+    packages = [(n, v or "-", "" if v else "for {}: {}".format(*PACKAGES[n])) for n, v in versions.items()]
+    print_table([("package", "installed", "if you want it, in a clone of jln"), *packages])
     print_table([("device", "kind", "chip"), *(_facts(device) for device in local)])
     for device in reversed(kinds.values()):
         reasons = implementations(device)
         print_table([("operator", "runs", "kernels forward", "backward"), *choices(device)])
         for name in (name for name, why in reasons.items() if why):
             print(f"{name} cannot run on {device.device_kind}: {reasons[name]}.")
-    said = [tiles, kernels, *_of_chip(chip)]
-    said.append(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
-    said += [f"JAX says: {complaint}" for complaint in complaints] + [f"BROKEN: {fault}" for fault in faults]
-    print(*said, "something is broken" if faults else "nothing is broken", sep="\n")
+    said = [f"JAX says: {complaint}" for complaint in complaints] + [f"BROKEN: {fault}" for fault in faults]
+    print(tiles, kernels, *_of_chip(chip), *said, "something is broken" if faults else "nothing is broken", sep="\n")
     return int(bool(faults))
 
 
@@ -108,7 +75,7 @@ def print_table(lines: list[tuple[str, ...]]) -> None:
     print("\n".join([*aligned(lines, range(len(lines[0]))), ""]))
 
 
-def devices() -> tuple[list[Device], list[str]]:
+def devices() -> tuple[list[Any], list[str]]:
     """JAX's devices and the CPU, and what JAX complained of when it looked for them, a line each."""
     complaints: list[str] = []
     with _listening(complaints):
@@ -136,7 +103,7 @@ def _listening(complaints: list[str]) -> Iterator[None]:
         logger.handlers, logger.propagate = before
 
 
-def implementations(device: Device) -> dict[str, str | None]:
+def implementations(device: Any) -> dict[str, str | None]:
     """The reason why each implementation cannot run on a device, by implementation; None for one that can."""
     if device.platform == "gpu":
         return {"triton": target.missing(platform_of(device)), "xla": None}
@@ -154,10 +121,9 @@ def installed() -> dict[str, str | None]:
     """The version of each package by name; None where it is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "jln": jln.__version__}
     for package in PACKAGES:
-        try:
+        found[package] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
     return found
 
 
@@ -167,18 +133,20 @@ def parsed(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _packages(versions: dict[str, str | None]) -> Iterator[tuple[str, str, str]]:
-    for name, version in versions.items():
-        use, how = PACKAGES.get(name, ("", ""))
-        yield name, version or "-", "" if version else f"for {use}: {how}"
+def _bad_pairs(versions: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """Say which versions do not work together, what comes of it, and what mends it."""
+    if versions.get("triton", (9,)) < (3, 9) and versions.get("numpy", (0,)) >= (2, 4):
+        yield "Triton's interpreter fails with triton before 3.9 and numpy 2.4, a GPU does not: install triton>=3.9"
+    if any(versions[plugin][:3] != versions["jaxlib"][:3] for plugin in PLUGINS if plugin in versions):
+        yield "JAX's plugin for the GPU is of another version than jaxlib, and so unused: pip install -U jax[cuda13]"
 
 
-def _facts(device: Device) -> tuple[str, str, str]:
+def _facts(device: Any) -> tuple[str, str, str]:
     chip = target.target_chip() if device.platform == "gpu" else None
     return str(device), device.device_kind, f"{chip}, {chip.cores} cores" if chip else "-"
 
 
-def choices(device: Device) -> Iterator[tuple[str, str, str, str]]:
+def choices(device: Any) -> Iterator[tuple[str, str, str, str]]:
     """Find what each operator runs on a device, by lowering its gradient for the device's platform."""
     for form in (form for name, form in FORMS.items() if name == form.name):
         for label, features in FEATURES.items():
@@ -192,7 +160,7 @@ def choices(device: Device) -> Iterator[tuple[str, str, str, str]]:
                 yield name, "triton" if both else "xla", ", ".join(forward) or "-", backward or "-"
 
 
-def _kernels(function: Callable[..., Any], arguments: Any, device: Device) -> list[str]:
+def _kernels(function: Callable[..., Any], arguments: Any, device: Any) -> list[str]:
     """The Triton kernels that the default implementation launches on a device; none where that is XLA."""
     with target.recording() as launches, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
@@ -211,10 +179,10 @@ def _chip(faults: list[str]) -> Chip | None:
 
 def _tiles(chip: Chip | None) -> str:
     """Say where the kernels' tiles are from."""
-    rules = "by rules of row length, layout, dtype and chip"
-    if chip is None or (path := tuning.file(chip)) is None:
-        return f"Tiles of the kernels: {rules}."
-    return f"Tiles of the kernels: {len(tuning.entries(chip))} as measured, of {path}; others {rules}."
+    measured = ""
+    if chip is not None and (path := tuning.file(chip)) is not None:
+        measured = f"{len(tuning.entries(chip))} as measured, of {path}; others "
+    return f"Tiles of the kernels: {measured}by rules of row length, layout, dtype and chip."
 
 
 def _compiled_kernels(faults: list[str]) -> str:
@@ -244,10 +212,10 @@ def _of_chip(chip: Chip | None) -> Iterator[str]:
     if chip.platform not in target.UNASKED:
         reason = target.missing(chip.platform)
         asked = 'implementation="triton" asks for them' + ("" if reason is None else f" and cannot run here: {reason}")
-        yield f"On {chip.name} {STAYS_XLA}; {asked}."
+        yield f"On {chip.name} None stays XLA until a card has measured the kernels; {asked}."
 
 
-def _idle_gpu(local: list[Device]) -> list[str]:
+def _idle_gpu(local: list[Any]) -> list[str]:
     """Sentences on a GPU that is here and that JAX, or Triton, does not use; none where all is used."""
     gpus = [device for device in local if device.platform == "gpu"]
     if gpus:

@@ -277,7 +277,7 @@ def forward(
     parameters: the bytes of a column's scale and of its offset, where beside these x is all that is read, or x and a
       residual; else none. adds: whether there is a residual.
     """
-    if inner == 1 and not mixed and (tiles := tuning.measured("forward", h, itemsize, target.chip)) is not None:
+    if inner == 1 and not mixed and (tiles := tuning.entries(target.chip).get(("forward", h, itemsize))):
         return tiles[0]
     tile = forward_tile(h, inner, itemsize, mixed)
     easy = inner == 1 and aligned(h, inner, itemsize) and not mixed and not target.chip.is_amd
@@ -323,7 +323,7 @@ def backward(
     crammed = wants_y and beside > 0 and itemsize == 4
     plan = backward_plan(h, inner, itemsize, mixed, more=more, crammed=crammed)
     if inner == 1 and not (mixed or more or wants_y):
-        tiles = tuning.measured("backward", h, itemsize, target.chip)
+        tiles = tuning.entries(target.chip).get(("backward", h, itemsize))
         if tiles is not None:
             tile, *sums = (_with_room(tile, itemsize, reads, target.chip) for tile in tiles)
             return BackwardPlan(tile, sums[0] if sums else None)

@@ -7,9 +7,9 @@ old: past `LIMIT` of them the ones that nobody has asked for the longest are rem
 the kernel is compiled.
 
 A hash does not say who wrote an entry, and a kernel does with the user's arrays what its author liked. So the folder
-and a file in it count only where nobody may have written them but the user, root and the group that JLN_CACHE_GROUP
-names; else a warning says once what to do. Both are judged when they are open, and a file is opened by its name in the
-open folder: who may rename folders above it can put nothing in its place that is not judged as well.
+and a file in it count only where nobody may have written them but the user and root; else a warning says once what to
+do. Both are judged when they are open, and a file is opened by its name in the open folder: who may rename folders
+above it can put nothing in its place that is not judged as well.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-from jln._triton import files
+from typing import Any
 
 VARIABLE = "JLN_CACHE_DIR"
-GROUP_VARIABLE = "JLN_CACHE_GROUP"
 LIMIT = 2000  # entries of 5 to 30 kB: some 30 MB
 LARGEST = 2**24  # bytes of one
 _SUFFIX = ".jln"
@@ -71,9 +68,9 @@ def fault() -> str | None:
 
 def load(key: str) -> dict[str, Any] | None:
     """The entry stored under the key; None where there is none, or where it cannot be read or is not trusted."""
-    with _harmless(), _opened() as opened:
-        content = files.content(key + _SUFFIX, LARGEST, opened.descriptor, lambda status: opened.judge(status, key))
-        head, _, packed = (b"" if isinstance(content, str) else content).partition(b"\n")
+    with _harmless(), _opened() as (path, where):
+        name = key + _SUFFIX
+        head, _, packed = _content(path / name, where).partition(b"\n")
         if head != _head(key, packed):
             return None
         try:
@@ -83,25 +80,32 @@ def load(key: str) -> dict[str, Any] | None:
             return None
         if not unpacked.eof or not isinstance(entry, dict):  # too much, or nothing of ours
             return None
-        with contextlib.suppress(OSError):  # a member of the group may read an entry of another, and no more
-            os.utime(key + _SUFFIX, dir_fd=opened.descriptor, follow_symlinks=False)
+        with contextlib.suppress(OSError):  # of root's
+            os.utime(name, dir_fd=where, follow_symlinks=False)
         return entry
     return None
 
 
+def _content(path: pathlib.Path, where: int) -> bytes:
+    """An entry's bytes, of a file in the open folder, judged when it is open; none of what is larger or no file."""
+    flags = os.O_NONBLOCK | os.O_NOFOLLOW  # or a pipe would wait for its writer
+    with open(path.name, "rb", opener=lambda name, mode: os.open(name, mode | flags, dir_fd=where)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
+            return b""
+        _judge(status, path, _REPLACED, _REPLACED)
+        return file.read(status.st_size)
+
+
 def store(key: str, entry: dict[str, Any]) -> None:
     """Write an entry, whole or not at all, whoever else writes or reads it; nothing where none can be written."""
-    with _harmless(), _opened(make=True) as opened:
-        where = opened.descriptor
+    with _harmless(), _opened(make=True) as (_, where):
         _remove_oldest(where)
         # An entry's name at its end, so that what a killed process leaves is removed in its turn, too.
         scratch = f"{key}.{secrets.token_hex(8)}{_SUFFIX}"
         packed = zlib.compress(json.dumps(entry).encode())
         with open(scratch, "xb", opener=lambda name, flags: os.open(name, flags, 0o600, dir_fd=where)) as file:
             try:
-                if opened.group is not None:
-                    os.fchown(file.fileno(), -1, opened.group)
-                    os.fchmod(file.fileno(), 0o640)  # whatever the umask
                 file.write(_head(key, packed) + b"\n" + packed)
                 file.close()
                 os.replace(scratch, key + _SUFFIX, src_dir_fd=where, dst_dir_fd=where)
@@ -119,45 +123,33 @@ class Untrusted(Exception):
     """A reason not to use the folder or a file in it, and what to do about it."""
 
 
-class Opened(NamedTuple):
-    """The folder, open. group: the number of the group that shares it, None where none does."""
+_REPLACED = "It is replaced; see who may write to the folder"
 
-    path: pathlib.Path
-    descriptor: int
-    group: int | None
 
-    def judge(self, status: os.stat_result, key: str | None = None) -> None:
-        """Raise Untrusted where others may have written what has this status: the folder, or the entry of a key."""
-        path = shlex.quote(str(self.path if key is None else self.path / (key + _SUFFIX)))
-        shared = self.group is not None and status.st_gid == self.group
-        if key is None and self.group is not None and not shared:
-            of = f"of user {status.st_uid} is not of the group that {GROUP_VARIABLE} names"
-            raise Untrusted(f"{path} {of}. Its owner can run `chgrp {self.group} {path} && chmod 2770 {path}`")
-        share = f"name in {GROUP_VARIABLE} the group that shares it"
-        replaced = "It is replaced; see who may write to the folder"
-        if status.st_uid not in (0, os.geteuid()) and not shared:
-            own = f"Name a folder of your own in {VARIABLE}, or {share}" if key is None else replaced
-            raise Untrusted(f"{path} belongs to user {status.st_uid}. {own}")
-        if status.st_mode & (stat.S_IWOTH if shared else stat.S_IWGRP | stat.S_IWOTH):
-            who, more = ("o", "") if shared else ("go", f", or {share}")
-            own = f"Run `chmod {who}-w {path}`{more}" if key is None else replaced
-            raise Untrusted(f"{path} may be written by others. {own}")
+def _judge(status: os.stat_result, path: pathlib.Path, belongs: str, written: str) -> None:
+    """Raise Untrusted where others may have written what has this status.
+
+    belongs, written: what to do about a path that belongs to another user, and about one that others may write.
+    """
+    if status.st_uid not in (0, os.geteuid()):
+        raise Untrusted(f"{shlex.quote(str(path))} belongs to user {status.st_uid}. {belongs}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Untrusted(f"{shlex.quote(str(path))} may be written by others. {written}")
 
 
 @contextlib.contextmanager
-def _opened(make: bool = False) -> Iterator[Opened]:
-    """Open the folder. Raises OSError where there is none that can be opened, and Untrusted."""
+def _opened(make: bool = False) -> Iterator[tuple[pathlib.Path, int]]:
+    """Open the folder: its path and descriptor. Raises OSError where none can be opened, and Untrusted."""
     where = folder()
     if where is None:
         raise FileNotFoundError
-    group = _group()
     if make and not where.exists():
-        _make(where, group)
+        _make(where)
     descriptor = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        opened = Opened(where, descriptor, group)
-        opened.judge(os.fstat(descriptor))
-        yield opened
+        mine = f"Name a folder of your own in {VARIABLE}"
+        _judge(os.fstat(descriptor), where, mine, f"Run `chmod go-w {shlex.quote(str(where))}`")
+        yield where, descriptor
     finally:
         os.close(descriptor)
 
@@ -178,29 +170,8 @@ def _harmless() -> Iterator[None]:
             warnings.warn(f"jln compiles kernels instead of taking them from its cache: {error}.", stacklevel=4)
 
 
-def _group() -> int | None:
-    """The number of the group that shares the folder; None where none does. Raises Untrusted where it cannot be."""
-    named = os.environ.get(GROUP_VARIABLE)
-    if not named:
-        return None
-    import grp  # POSIX alone has it
-
-    try:
-        number = int(named) if named.isdecimal() else grp.getgrnam(named).gr_gid
-    except (KeyError, ValueError):
-        number = -1
-    if not 0 <= number < 2**32 - 1:
-        raise Untrusted(f"{GROUP_VARIABLE} names {named!r}, and there is no such group")
-    if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):
-        raise Untrusted(f"{GROUP_VARIABLE} names {named!r}, a group that you are not in")
-    return number
-
-
-def _make(where: pathlib.Path, group: int | None) -> None:
-    """Make the folder and those above it, with their rights from the first moment: other processes may look there.
-
-    Those above a group may only go through: one of them may be `~/.cache`, where other programs trust what they find.
-    """
+def _make(where: pathlib.Path) -> None:
+    """Make the folder and those above it, with their rights from the first moment: other processes may look there."""
     missing = [path for path in (where, *where.parents) if not path.exists()]
     if os.geteuid() == 0 and VARIABLE not in os.environ:  # sudo may leave HOME the user's
         above = missing[-1].parent
@@ -210,23 +181,11 @@ def _make(where: pathlib.Path, group: int | None) -> None:
     for path in reversed(missing):
         folder = tempfile.mkdtemp(prefix=".jln-", dir=path.parent)  # its owner's alone, whatever the umask
         try:
-            if group is not None:
-                _share(folder, group, 0o2770 if path == where else 0o2750)
             os.rename(folder, path)
         except OSError:  # another process may have made it, and put something there
             os.rmdir(folder)
             if not path.exists():
                 raise
-
-
-def _share(path: str, group: int, rights: int) -> None:
-    """Let a group use a folder by these rights, and nothing that somebody puts in its place meanwhile."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        os.fchown(descriptor, -1, group)
-        os.fchmod(descriptor, rights)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_oldest(where: int) -> None:

@@ -4,12 +4,9 @@
       {"choice": "forward", "h": [4096, 5120], "itemsize": 2, "tiles": [[2, 4096, 8, 5, 1]], "mb_per_s": 3790000},
       {"choice": "backward", "h": [16384], "itemsize": 2, "tiles": [[2, 4096, 16, 3, 1], [2, 2048, 8, 3, 1]]}]}
 
-An entry is of rows of these lengths, all of whose arrays have elements of `itemsize` bytes. Its tiles have the numbers
-of `Tile` in order: one of `forward_kernel`, or one of `backward_kernel` and, where rows are wider, one of
-`row_sums_kernel`. No entry depends on the number of rows, so a row's result does not either.
-
-JLN_TUNING names the file; unset, it is the package's own of the chip, if there is one; set to nothing, there is none.
-What is wrong in a file is said in a warning and left: tiles decide how fast a result comes, never which.
+An entry is of rows of these lengths, whose arrays have elements of `itemsize` bytes. A tile has the numbers of `Tile`:
+of `forward_kernel`, or of `backward_kernel` and, where rows are wider, of `row_sums_kernel`. JLN_TUNING names the file;
+unset, it is the package's own of the chip; set to nothing, there is none. What is wrong is said in a warning and left.
 """
 
 from __future__ import annotations
@@ -20,23 +17,15 @@ import os
 import pathlib
 import re
 import warnings
-from typing import Any
 
-from jln._triton import files
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.tile import Tile, next_power_of_2
 
 VARIABLE = "JLN_TUNING"
 PACKAGED = pathlib.Path(__file__).parent / "tuned"
-LARGEST = 2**20  # bytes of a file
 BOUNDS = {"rows": 2**14, "columns": 2**16, "warps": 32, "stages": 8, "programs_per_core": 16}
 
 Entries = dict[tuple[str, int, int], tuple[Tile, ...]]
-
-
-def measured(choice: str, h: int, itemsize: int, chip: Chip) -> tuple[Tile, ...] | None:
-    """The measured tiles of "forward" or "backward" for rows of h elements; None where nothing was measured."""
-    return entries(chip).get((choice, h, itemsize))
 
 
 def chip_name(chip: Chip) -> str:
@@ -47,30 +36,27 @@ def chip_name(chip: Chip) -> str:
 
 def file(chip: Chip) -> pathlib.Path | None:
     """The file that is asked for a chip."""
-    if (named := os.environ.get(VARIABLE)) is not None:
-        return pathlib.Path(os.path.expanduser(named)) if named else None
     packaged = PACKAGED / f"{chip_name(chip)}.json"
-    return packaged if packaged.exists() else None
+    named = os.environ.get(VARIABLE, str(packaged) if packaged.exists() else "")
+    return pathlib.Path(named).expanduser() if named else None
 
 
 def entries(chip: Chip) -> Entries:
     """The sound entries of the file for a chip, as it is now, by choice, row length and bytes of an element."""
     path = file(chip)
-    return {} if path is None else _parsed(path, files.content(path, LARGEST), chip_name(chip))
-
-
-@functools.lru_cache(maxsize=8)  # so that a content's faults are said once
-def _parsed(path: pathlib.Path, content: bytes | str, chip: str) -> Entries:
-    found: Entries = {}
-    faults = [content] if isinstance(content, str) else []
     try:
-        document = {"chip": chip, "entries": []} if faults else json.loads(content)
-        if document["chip"] != chip:
-            raise ValueError(f"it is of the chip {document['chip']!r}, and this one is {chip!r}")
-        listed = list(enumerate(document["entries"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        listed, faults = [], [f"{type(error).__name__}: {error}"]
-    for number, entry in listed:
+        return {} if path is None else _parsed(path, path.read_bytes(), chip_name(chip))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _warn(path, f"{type(error).__name__}: {error}")
+        return {}
+
+
+def _parsed(path: pathlib.Path, content: bytes, chip: str) -> Entries:
+    found, faults = {}, []
+    document = json.loads(content)
+    if document["chip"] != chip:
+        raise ValueError(f"it is of the chip {document['chip']!r}, and this one is {chip!r}")
+    for number, entry in enumerate(document["entries"]):
         try:
             tiles = tuple(Tile(*numbers) for numbers in entry["tiles"])
             for h in entry["h"]:
@@ -79,12 +65,16 @@ def _parsed(path: pathlib.Path, content: bytes | str, chip: str) -> Entries:
         except (ValueError, KeyError, TypeError) as error:
             faults.append(f"entry {number}: {type(error).__name__}: {error}")
     if faults:
-        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        warnings.warn(f"jln leaves out of its tuning file {path}: {'; '.join(faults[:3])}{more}", stacklevel=2)
+        _warn(path, "; ".join([*faults[:3], *([f"and {len(faults) - 3} more"] if len(faults) > 3 else [])]))
     return found
 
 
-def _check(choice: Any, h: Any, tiles: tuple[Tile, ...]) -> None:
+@functools.lru_cache(maxsize=8)  # so that it is said once
+def _warn(path: pathlib.Path | None, what: str) -> None:
+    warnings.warn(f"jln leaves out of its tuning file {path}: {what}", stacklevel=2)
+
+
+def _check(choice, h, tiles: tuple[Tile, ...]) -> None:
     """Raise ValueError where the kernels cannot run these tiles, or only by accident."""
     if (choice, len(tiles)) not in (("forward", 1), ("backward", 1), ("backward", 2)):
         raise ValueError(f"{choice!r} has {len(tiles)} tiles")
@@ -92,7 +82,7 @@ def _check(choice: Any, h: Any, tiles: tuple[Tile, ...]) -> None:
         for name, number in vars(tile).items():
             if type(number) is not int or not 1 <= number <= BOUNDS[name]:
                 raise ValueError(f"{name} are {number!r}, not from 1 to {BOUNDS[name]}")
-            if name in ("rows", "columns", "warps") and number != next_power_of_2(number):
+            if name not in ("stages", "programs_per_core") and number != next_power_of_2(number):
                 raise ValueError(f"{name} are {number}, no power of 2")
         if tile.rows * tile.columns > 128 * 32 * tile.warps:  # a thread has 255 registers
             raise ValueError(f"a thread of {tile} would hold more than 128 elements")

@@ -5,7 +5,9 @@
     assert_vjp(my_operator, (x, scale), reference=my_operator_in_plain_jnp)
 
 Gradients under a random cotangent (a rule that ignores its cotangent is right under one of ones) are compared element
-by element with a reference's autodiff and with central differences of the function itself. All of it happens in float64
+by element with a reference's autodiff and with central differences of the function itself, extrapolated from ever
+smaller steps: Richardson, "The approximate arithmetical solution by finite differences" (1911); Ridders, "Accurate
+computation of F'(x) and F'(x)F''(x)" (1982). All of it happens in float64
 unless another dtype is asked for: differences of a float32 function have three digits, and miss real bugs.
 
 `TOLERANCES` has the `Tolerance` for each dtype that is taken where none is given.
@@ -22,9 +24,8 @@ import numpy as np
 from jln._explain import explain
 from jln._fuse.transformation import fuse
 from jln.testing import derivatives
-from jln.testing.check import check, check_steps
+from jln.testing.check import check
 from jln.testing.comparison import compared
-from jln.testing.derivatives import Problem
 from jln.testing.report import TOLERANCES, Report, Row, Tolerance
 
 __all__ = [
@@ -38,60 +39,10 @@ __all__ = [
     "check_fuse",
     "check_hvp",
     "check_vjp",
-    "numerical_gradient",
 ]
 
-# The number of steps, each a quarter of the one before, that `check_vjp` extrapolates from: the smallest is 1.5e-11 of
-# the size of an element, near enough for 1/x at 1e-8 of the other elements' size.
-_EXTRAPOLATIONS = 16
 # A sequence of arguments, or a function that draws one.
 Args = Sequence[Any] | Callable[[np.random.Generator], Sequence[Any]]
-
-
-def numerical_gradient(
-    f: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    cotangent: Any = None,
-    step: float | None = None,
-    richardson: int = 0,
-    dtype: Any = "float64",
-) -> tuple[Any, ...]:
-    """Compute the gradient of `sum(cotangent * f(*args))`, element by element, by central differences.
-
-    Args:
-      f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
-      args: its arguments. Integers and booleans among them are held fixed.
-      cotangent: of the results' structure and shapes. None: ones.
-      step: the first step, relative to the size of an element: its own, or the median of its array where that is
-        larger. None: that of `TOLERANCES` for the dtype of `f`'s arguments as given; with `richardson`, 2^-4.
-      richardson: how many times to extrapolate, each from a step a quarter of the last; the estimate of least error is
-        taken, for each element by itself. 0: central differences of one step. Richardson, "The approximate arithmetical
-        solution by finite differences" (1911); Ridders, "Accurate computation of F'(x) and F'(x)F''(x)" (1982).
-      dtype: to evaluate `f` in: its name, or whatever NumPy takes for it. None: as given, and the differences then have
-        few digits.
-
-    Returns:
-      A tuple like `args` of NumPy float64 arrays of each argument's shape; None in place of an argument that was held
-        fixed.
-
-    Raises:
-      TypeError: `f` is no function, or does not return arrays; an argument is complex, or none is floating.
-      ValueError: the dtype is unknown, the step not positive and finite, `richardson` negative, or the cotangent not
-        like the results.
-    """
-    check_steps(step, richardson)
-    problem = Problem.of(f, args, dtype=dtype)
-    with problem.context():
-        weights = problem.ones() if cotangent is None else problem.given_cotangent(cotangent)
-        indices = [np.arange(a.size) for a in problem.floats]
-        if step is None:
-            default = TOLERANCES[derivatives.coarsest(Problem.of(f, args, dtype=None).floats)].step
-            step = derivatives.FIRST_STEP if richardson else default
-        run = derivatives.differences(problem.call)
-        estimates = run(problem.floats, problem.rest, weights, indices, step, richardson)
-    shaped = [q.reshape(a.shape) for (q, _), a in zip(estimates, problem.floats, strict=True)]
-    return problem.like_arguments(shaped)
 
 
 def check_vjp(
@@ -102,8 +53,6 @@ def check_vjp(
     differences: bool = True,
     dtype: Any = "float64",
     tolerance: Tolerance | None = None,
-    step: float | None = None,
-    richardson: int = _EXTRAPOLATIONS,
     elements: int | None = 256,
     seed: int | Sequence[int] = 0,
 ) -> Report:
@@ -134,8 +83,6 @@ def check_vjp(
         are compared with are still computed in float64, so that `f` is held to the truth and not to another's
         roundings.
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
-      step: as of `numerical_gradient`; None: that of `tolerance`, if it is given.
-      richardson: as of `numerical_gradient`.
       elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where some are
         left out, and there is no reference, one that is not finite is among the chosen if there is any, and all of them
         together are compared along one random direction: a row "direction", if that is what fails.
@@ -147,8 +94,8 @@ def check_vjp(
         seeds it is of the worst, and `.by_seed` has a report of each.
 
     Raises:
-      TypeError: as `numerical_gradient`.
-      ValueError: as `numerical_gradient`; the reference's results are not of the shapes of `f`'s; there is nothing to
+      TypeError: `f` is no function, or does not return arrays; an argument is complex, or none is floating.
+      ValueError: the dtype is unknown; the reference's results are not of the shapes of `f`'s; there is nothing to
         compare with; a seed is no integer from 0 on; or what `args` draws differs in shape from seed to seed.
     """
     return check(
@@ -160,8 +107,6 @@ def check_vjp(
         differences=differences,
         dtype=dtype,
         tolerance=tolerance,
-        step=step,
-        richardson=richardson,
         elements=elements,
         seed=seed,
     )
@@ -176,8 +121,6 @@ def check_hvp(
     differences: bool = True,
     dtype: Any = "float64",
     tolerance: Tolerance | None = None,
-    step: float | None = None,
-    richardson: int = _EXTRAPOLATIONS,
     elements: int | None = 256,
     seed: int | Sequence[int] = 0,
 ) -> Report:
@@ -188,7 +131,7 @@ def check_hvp(
 
     Args:
       mode: "reverse" over reverse, or "forward" over reverse.
-      f, args, reference, differences, dtype, tolerance, step, richardson, elements, seed: as of `check_vjp`.
+      f, args, reference, differences, dtype, tolerance, elements, seed: as of `check_vjp`.
 
     Returns:
       A `Report`, as `check_vjp`.
@@ -209,8 +152,6 @@ def check_hvp(
         differences=differences,
         dtype=dtype,
         tolerance=tolerance,
-        step=step,
-        richardson=richardson,
         elements=elements,
         seed=seed,
     )

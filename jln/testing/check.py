@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
@@ -15,13 +14,6 @@ from jln.testing.derivatives import FlatCall, Problem
 from jln.testing.report import TOLERANCES, Report, Row, Tolerance
 
 _STREAM = int.from_bytes(b"jln")
-
-
-def check_steps(step: float | None, richardson: int) -> None:
-    if step is not None and not 0 < step < math.inf:
-        raise ValueError(f"step must be positive and finite; got {step}")
-    if richardson < 0:
-        raise ValueError(f"richardson must not be negative; got {richardson}")
 
 
 def _seeds(seed: int | Sequence[int]) -> list[int]:
@@ -37,12 +29,11 @@ def _tolerance(label: str) -> Tolerance:
     return TOLERANCES[label]
 
 
-def check(f, args, *, order, derivative, reference, differences, dtype, tolerance, step, richardson, elements, seed):
+def check(f, args, *, order, derivative, reference, differences, dtype, tolerance, elements, seed):
     """Check the gradients of a function, for each seed, and report.
 
     Each program is made once, for the shapes of the first seed, and run with the numbers of all.
     """
-    check_steps(step, richardson)
     seeds = _seeds(seed)
     if reference is None and not differences:
         raise ValueError("there is nothing to compare with: give a reference, or leave differences=True")
@@ -63,9 +54,6 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
         results = ours.results()
         label, result_names = derivatives.coarsest([*ours.floats, *results]), ours.result_names()
     allowed = tolerance or _tolerance(label)
-    step = step if step is not None or tolerance is None else tolerance.step
-    check_steps(step, richardson)
-    first_step = step or (derivatives.FIRST_STEP if richardson else _tolerance(label).step)
     gradients, true_gradients = (derivative(_of_order(order, p.call)) for p in (ours, truth))
     values, true_values = jax.jit(ours.call), jax.jit(truth.call)
     quotients = derivatives.differences(_of_order(order, exact.call))
@@ -94,7 +82,7 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
                 chosen = [_some(random, a.size, elements) for a in exact.floats]
                 if reference is None:
                     chosen = [_with_what_is_not_finite(c, np.asarray(a)) for c, a in zip(chosen, got, strict=True)]
-                slopes = quotients(floats, rest, weights, chosen, first_step, richardson)
+                slopes = quotients(floats, rest, weights, chosen)
                 whole = all(np.isfinite(np.asarray(a, "float64")).all() for a in got) or not all(
                     np.isfinite(np.asarray(a, "float64")).all() for a in values(ours.floats, ours.rest)
                 )
@@ -105,7 +93,7 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
                 if reference is None and any(row.compared < row.size for row in rows):
                     directions = [derivatives.random_direction(random, a) for a in floats]
                     start, first = [np.zeros(()) for _ in floats], [np.arange(row.compared < row.size) for row in rows]
-                    slopes = quotients_along(start, (rest, floats, directions), weights, first, first_step, richardson)
+                    slopes = quotients_along(start, (rest, floats, directions), weights, first)
                     along = [
                         row if not len(t) else Row.along(row, a, d, t, allowed, doubt(t, off, whole))
                         for row, a, d, (t, off) in zip(rows, got, directions, slopes, strict=True)
@@ -119,11 +107,9 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
     def doubt(expected: np.ndarray, off: np.ndarray, defined: bool) -> np.ndarray:
         """The uncertainty of differences.
 
-        Without extrapolation nothing is known of it, and the tolerance alone decides.
-
         defined: no gradient is infinite or NaN where all values are finite. Differences that overflow tell nothing.
         """
-        return np.where(np.isfinite(expected), off if richardson else 0.0, np.inf if defined else 0.0)
+        return np.where(np.isfinite(expected), off, np.inf if defined else 0.0)
 
     kind = "reverse-mode gradients" if order == 1 else "Hessian-vector products"
     title = f"{getattr(f, '__name__', type(f).__name__)}: {kind} in {label}, random cotangent"

@@ -44,7 +44,7 @@ def _rows(names: Sequence[str], got: Sequence[Any], expected: Sequence[Any], par
     for name, a, t, size in zip(names, got, expected, sizes, strict=True):
         # What is zero but for roundings, as the gradient of a bias of keys, has those of its neighbours.
         absolute = part * (size + part * max(sizes))
-        yield Row.worst(name, "untouched", a, t, Tolerance(0.0, absolute, 0.0))
+        yield Row.worst(name, "untouched", a, t, Tolerance(0.0, absolute))
 
 
 def _coarsest(jaxpr: Any) -> str:

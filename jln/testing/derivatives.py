@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 RATIO = 4  # of one step to the next
+EXTRAPOLATIONS = 16  # the smallest step is 1.5e-11 of an element: near enough for 1/x at 1e-8 of the others' size
 Program = Callable[[Sequence[Any], Any, Sequence[Any]], list[jax.Array]]  # floats, rest, cotangent -> gradients
 CONTRADICTED = 1e4  # times nearer each other are finer quotients than they are to an estimate that they refute
 FIRST_STEP = 2.0**-4  # of an extrapolation: no more than a function may be expected to look like a polynomial on
@@ -120,14 +121,13 @@ def _program(function: Callable[..., Any]) -> Program:
 def differences(call: FlatCall | Slope | Along) -> Callable[..., list[tuple[np.ndarray, np.ndarray]]]:
     """A program for the derivatives of `sum(cotangent * call(floats, rest))` by some elements of the floats.
 
-    It takes floats, rest, cotangent, the indices of those elements in each of the flattened floats, the first step and
-    how often to extrapolate, and returns for each of the floats the derivatives and an estimate of how far off each is:
-    infinite without extrapolation, which alone can tell.
+    It takes floats, rest, cotangent and the indices of those elements in each of the flattened floats, and returns for
+    each of the floats the derivatives and an estimate of how far off each is.
     """
     program = jax.jit(functools.partial(_quotients, call))
 
-    def run(floats, rest, cotangent, indices, step, richardson):
-        steps = [_steps(a, chosen, step, richardson) for a, chosen in zip(floats, indices, strict=True)]
+    def run(floats, rest, cotangent, indices):
+        steps = [_steps(a, chosen) for a, chosen in zip(floats, indices, strict=True)]
         with jax.debug_nans(False), jax.debug_infs(False):  # a step may leave the domain of a function
             quotients = program(rest, list(cotangent), list(map(jnp.asarray, floats)), list(indices), steps)
         return [_extrapolated(*(np.asarray(a, "float64") for a in four)) for four in quotients]
@@ -135,9 +135,9 @@ def differences(call: FlatCall | Slope | Along) -> Callable[..., list[tuple[np.n
     return run
 
 
-def _steps(a: np.ndarray, chosen: np.ndarray, step: float, richardson: int) -> np.ndarray:
+def _steps(a: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """The steps [n, K] of each chosen element, each a part of the one before."""
-    return step * _sizes(a)[chosen][:, None] * float(RATIO) ** -np.arange(richardson + 1)
+    return FIRST_STEP * _sizes(a)[chosen][:, None] * float(RATIO) ** -np.arange(EXTRAPOLATIONS + 1)
 
 
 def _sizes(a: np.ndarray) -> np.ndarray:
@@ -299,23 +299,6 @@ class Problem:
     def result_names(self) -> list[str]:
         paths, _ = jax.tree.flatten_with_path(jax.eval_shape(self.call.results, self.floats, self.rest))
         return [f"result{jax.tree_util.keystr(p)}" for p, a in paths if jnp.issubdtype(a.dtype, jnp.floating)]
-
-    def ones(self) -> list[np.ndarray]:
-        return [np.ones(s.shape, s.dtype) for s in self.results()]
-
-    def given_cotangent(self, cotangent: Any) -> list[np.ndarray]:
-        shapes = self.results()
-        arrays = [np.asarray(a, s.dtype) for a, s in zip(jax.tree.leaves(cotangent), shapes, strict=False)]
-        if [a.shape for a in arrays] != [s.shape for s in shapes] or len(jax.tree.leaves(cotangent)) != len(shapes):
-            raise ValueError(f"cotangent must have the results' shapes {[s.shape for s in shapes]}")
-        return arrays
-
-    def like_arguments(self, floats: Sequence[np.ndarray]) -> tuple[Any, ...]:
-        """`floats` in the places of the floating leaves of `args`, None in those of the others."""
-        values = iter(floats)
-        return jax.tree.unflatten(
-            self.call.tree, [next(values) if is_float else None for is_float in self.call.floating]
-        )
 
 
 def random_direction(random: np.random.Generator, a: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,7 +146,6 @@ class Judge:
         plain: plain jnp's results. operands: of the step `truth`, in their dtypes, which are made float64 here.
         dtype: of x. sums: of results that may be added up in any order how many terms they have.
         """
-        sums = sums or {}
         eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
         random = np.random.default_rng(1)
         with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -154,7 +154,7 @@ class Judge:
             self.true, off = ({n: np.asarray(a) for n, a in truth(*given).items()} for given in (wide, nudged))
         self._allowed = {}
         for name, t in self.true.items():
-            summed = eps * math.sqrt(sums.get(name, 0))
+            summed = eps * math.sqrt((sums or {}).get(name, 0))
             self._allowed[name] = [
                 2 * error + ROUNDINGS * nudge + summed * size
                 for error, nudge, size in zip(_sizes(plain[name], t), _sizes(off[name], t), _sizes(t, 0), strict=True)
@@ -214,19 +214,16 @@ def check_form(form: Form, dtype: str, implementation: str, device: Any, seed: i
 def run(names: Iterable[str], dtypes: Iterable[str], implementations: Iterable[str]) -> int:
     """Check forms in dtypes on this process' first device, a line each; return 1 if anything is wrong, else 0."""
     device, wrong, started = jax.devices()[0], 0, time.monotonic()
-    for name in names:
-        for dtype in dtypes:
-            for implementation in implementations:
-                try:
-                    with jax.enable_x64(dtype == "float64"):
-                        error, size = check_form(FORMS[name], dtype, implementation, device)
-                    said = f"{error.part:.2g}" if error.ok else f"WRONG: {error}, of {size}"
-                except Exception as raised:  # one that raises is wrong, and leaves the others to run
-                    said = f"WRONG: {type(raised).__name__}: {' '.join(str(raised).split())[:500]}"
-                wrong += "WRONG" in said
-                print(f"{name}, {dtype}, {implementation}: {said}", flush=True)
-    print(
-        f"{wrong} WRONG" if wrong else "all is right", f"on {device.device_kind}, in {time.monotonic() - started:.0f} s"
-    )
+    for name, dtype, implementation in itertools.product(names, dtypes, implementations):
+        try:
+            with jax.enable_x64(dtype == "float64"):
+                error, size = check_form(FORMS[name], dtype, implementation, device)
+            said = f"{error.part:.2g}" if error.ok else f"WRONG: {error}, of {size}"
+        except Exception as raised:  # one that raises is wrong, and leaves the others to run
+            said = f"WRONG: {type(raised).__name__}: {' '.join(str(raised).split())[:500]}"
+        wrong += "WRONG" in said
+        print(f"{name}, {dtype}, {implementation}: {said}", flush=True)
+    verdict = f"{wrong} WRONG" if wrong else "all is right"
+    print(f"{verdict} on {device.device_kind}, in {time.monotonic() - started:.0f} s")
     print("The numbers are the largest error as a part of what is allowed, of values and all gradients beside float64.")
     return int(wrong > 0)

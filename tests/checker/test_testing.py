@@ -1,5 +1,6 @@
 """The gradient checker `jln.testing`: its report's numbers, its tolerances, what it differentiates and its errors."""
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jln import testing
-from jln.testing import Report, Row, Tolerance
+from jln.testing import Row, Tolerance
 
 X = np.random.default_rng(0).standard_normal((3, 4))
 
@@ -70,7 +71,6 @@ def test_nothing_is_kept_from_an_earlier_check():
     assert not testing.check_hvp(f, (X,), reference=lambda x: x * x, differences=False, mode="forward").ok
     by.update(value=3.0, rule=3.0)
     assert verdicts() == (True, False)
-    np.testing.assert_allclose(testing.numerical_gradient(f, (X,))[0], 6 * X, rtol=1e-7)
 
 
 def test_one_row_for_each_argument_and_one_for_the_result():
@@ -92,7 +92,7 @@ def test_the_report_is_a_table():
     assert [line.split()[0] for line in lines] == ["x", "scale"]
     assert lines[0].endswith("ok") and lines[1].endswith("WRONG") and "[2]" in lines[1] and "5.0e-01" in lines[1]
     assert len({line.index("differences") for line in lines}) == 1
-    assert json.loads(json.dumps(report.as_dict()))["rows"][1]["ok"] is False
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["rows"][1]["ok"] is False
 
 
 def test_assertions_raise_with_the_table():
@@ -123,17 +123,17 @@ def test_tolerances(dtype, part, ok):
 
 def test_tolerances_are_those_of_the_coarsest_dtype():
     assert dict(testing.TOLERANCES) == {
-        "float16": Tolerance(1e-2, 1e-4, 1e-3),
-        "bfloat16": Tolerance(8e-2, 8e-4, 8e-3),
-        "float32": Tolerance(1e-4, 1e-7, 1e-5),
-        "float64": Tolerance(1e-7, 1e-10, 1e-7),
+        "float16": Tolerance(1e-2, 1e-4),
+        "bfloat16": Tolerance(8e-2, 8e-4),
+        "float32": Tolerance(1e-4, 1e-7),
+        "float64": Tolerance(1e-7, 1e-10),
     }
     row = testing.check_vjp(straight, (X, X[0].astype("float32")), dtype=None).row("scale")
     np.testing.assert_allclose(row.tolerance, 1e-7 + 1e-4 * abs(row.expected), rtol=1e-12)
     row = testing.check_vjp(lambda x: x.astype("bfloat16"), (X.astype("float32"),), dtype=None).row("x")
     np.testing.assert_allclose(row.tolerance, 8e-4 + 8e-2 * abs(row.expected), rtol=1e-12)
-    assert not testing.check_vjp(bent, (X, X[0]), tolerance=Tolerance(0, 0.4, 1e-5)).ok
-    assert testing.check_vjp(bent, (X, X[0]), tolerance=Tolerance(0, 0.6, 1e-5)).ok
+    assert not testing.check_vjp(bent, (X, X[0]), tolerance=Tolerance(0, 0.4)).ok
+    assert testing.check_vjp(bent, (X, X[0]), tolerance=Tolerance(0, 0.6)).ok
 
 
 # The tolerances of 16-bit dtypes must let pass a chain of operations that are each rounded to 16 bits, without sums.
@@ -160,7 +160,6 @@ def test_chains_of_rounded_operations_pass_in_16_bits(dtype):
 def test_what_is_not_finite_is_not_close(got, expected, ok):
     row = Row.worst("x", "reference", np.array([1.0, got]), np.array([1.0, expected]), testing.TOLERANCES["float16"])
     assert row.ok == ok and row.index == ((0,) if ok else (1,))
-    assert json.dumps(Report("", (row,)).as_dict(), allow_nan=False)
 
 
 def test_float64_needs_no_configuration():
@@ -188,8 +187,6 @@ def test_pytrees_and_integers():
     names = ["result['y']", "parameters['bias']", "parameters['kernel'][0]", "x"]
     assert [row.name for row in report.rows] == names
     assert testing.check_hvp(network, args, reference=network, mode="forward").ok
-    gradient = testing.numerical_gradient(network, args)
-    assert gradient[1] is None and gradient[0]["kernel"][0].shape == (4, 3)
 
 
 def test_random_keys_are_held_fixed():
@@ -200,7 +197,6 @@ def test_random_keys_are_held_fixed():
     assert testing.check_vjp(dropout, (key, X), reference=dropout).ok
     drawn = testing.check_vjp(dropout, lambda random: (jax.random.key(random.integers(9)), X), seed=range(3))
     assert drawn.ok and [row.name for row in drawn.rows] == ["x"]
-    assert testing.numerical_gradient(dropout, (key, X))[0] is None
 
 
 def test_arguments_without_a_name_get_none():
@@ -220,8 +216,7 @@ def test_functions_that_cannot_be_hashed():
             return x * self.by
 
     for by in (2.0, 3.0):
-        np.testing.assert_allclose(testing.numerical_gradient(Scaled(by), (X,))[0], by, rtol=1e-7)
-    assert testing.check_vjp(Scaled(2.0), (X,)).ok
+        assert testing.check_vjp(Scaled(by), (X,), reference=functools.partial(jnp.multiply, by)).ok
     assert testing.check_vjp(functools.partial(jnp.sum, axis=0), (X,)).rows[0].name == "a"
 
 
@@ -295,8 +290,6 @@ def test_dtypes_by_any_name(dtype):
     names = (dtype, scalar, np.dtype(dtype), np.dtype(dtype).type, jnp.dtype(scalar))
     reports = [testing.check_vjp(jnp.sin, (X,), reference=jnp.sin, differences=False, dtype=name) for name in names]
     assert all(report == reports[0] for report in reports) and reports[0].ok and f" in {dtype}," in reports[0].title
-    (gradient,) = testing.numerical_gradient(lambda x: x * x.dtype.type(2), (X,), dtype=scalar, step=0.25)
-    np.testing.assert_allclose(gradient, 2, rtol=8 * float(jnp.finfo(scalar).eps))
 
 
 def test_no_elements():
@@ -324,7 +317,7 @@ ERRORS = {
         lambda: testing.check_vjp(jnp.sin, (X,), dtype="float8"),
     ),
     "dtype of integers": (ValueError, "got <class 'int'>", lambda: testing.check_vjp(jnp.sin, (X,), dtype=int)),
-    "no dtype at all": (ValueError, "got 3", lambda: testing.numerical_gradient(jnp.sin, (X,), dtype=3)),
+    "no dtype at all": (ValueError, "got 3", lambda: testing.check_vjp(jnp.sin, (X,), dtype=3)),
     "arguments of another dtype": (
         ValueError, "dtypes must be among float16, .*; got float8_e5m2",
         lambda: testing.check_vjp(jnp.sin, (X.astype(jnp.float8_e5m2),), dtype=None),
@@ -351,24 +344,9 @@ ERRORS = {
     "complex result": (
         TypeError, "f must return real arrays; got complex", lambda: testing.check_vjp(lambda x: jnp.exp(1j * x), (X,)),
     ),
-    "step": (ValueError, "step must be positive", lambda: testing.check_vjp(jnp.sin, (X,), step=-1.0)),
-    "no end of a step": (
-        ValueError, "step must be positive and finite; got inf",
-        lambda: testing.check_vjp(jnp.sin, (X,), step=float("inf")),
-    ),
-    "NaN for a step": (
-        ValueError, "step must be positive", lambda: testing.numerical_gradient(jnp.sin, (X,), step=float("nan")),
-    ),
     "tolerance": (
         TypeError, "tolerance must be a Tolerance; got float",
         lambda: testing.check_vjp(jnp.sin, (X,), tolerance=1e-3),
-    ),
-    "richardson": (
-        ValueError, "richardson must not be negative", lambda: testing.numerical_gradient(jnp.sin, (X,), richardson=-1),
-    ),
-    "cotangent": (
-        ValueError, "cotangent must have the results' shapes",
-        lambda: testing.numerical_gradient(jnp.sin, (X,), cotangent=X[0]),
     ),
 }  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_where_zeros_would_pass_the_report_says_so():
 
     for options in ({}, {"reference": tiny}, {"reference": tiny, "differences": False}):
         report = testing.check_vjp(tiny, (X,), **options)
-        assert report.ok and report.row("x").small and report.as_dict()["rows"][-1]["small"]
+        assert report.ok and report.row("x").small and report.rows[-1].small
         assert str(report).splitlines()[-1].startswith("x: ok would be zeros too, ")
     report = testing.check_vjp(lambda x: x * x, lambda random: (X * 10 ** -random.uniform(0, 30),), seed=range(9))
     assert any(r.row("x").small for r in report.by_seed.values()) and not report.row("x").small
@@ -87,57 +87,20 @@ def test_no_slope_where_there_is_a_value_is_wrong():
     assert report.row("x").verdict == "WRONG" and report.row("x").index == (0,), report
 
 
-def test_the_first_step_is_that_of_a_given_tolerance():
-    """The first step is the given tolerance's, unless `step` is given.
-
-    The difference of x^3 at 1 errs by the square of its one step, which shows the step.
-    """
-
-    def error(**options):
-        tolerance = testing.Tolerance(relative=1e-3, absolute=1e-3, step=0.125)
-        report = testing.check_vjp(lambda x: x**3, (np.ones(1),), tolerance=tolerance, richardson=0, **options)
-        row = report.row("x")
-        return row.error / abs(row.got) * 3
-
-    np.testing.assert_allclose(error(), 0.125**2, rtol=1e-6)
-    np.testing.assert_allclose(error(step=0.25), 0.25**2, rtol=1e-6)
-    with pytest.raises(ValueError, match="step must be positive and finite; got 0"):
-        testing.check_vjp(jnp.sin, (X,), tolerance=testing.Tolerance(1e-3, 1e-3, 0.0))
-
-
-def test_numerical_gradient():
-    """The numerical gradient of sum(cotangent * x^3) errs as its step says.
-
-    One step of 1e-5 errs by its square, and one of 1e-8 by float64's rounding divided by the step.
-    """
-    x = X.astype("float32")
-    exact = 3 * x.astype("float64") ** 2
-
-    def error(**options):
-        (gradient,) = testing.numerical_gradient(lambda a: a**3, (x,), **options)
-        assert gradient.dtype == np.float64 and gradient.shape == x.shape
-        return np.max(np.abs(gradient - exact))
-
-    assert 1e-12 < error() < 1e-9
-    assert 1e-9 < error(step=1e-8) < 1e-6
-    assert error(richardson=4) < 1e-12
-    assert error(dtype=None) > 1e-4  # float32 differences: why float64 is the default
-    (weighted,) = testing.numerical_gradient(lambda a: a**3, (x,), cotangent=2 * X, richardson=4)
-    np.testing.assert_allclose(weighted, 2 * X * exact, rtol=0, atol=1e-11)
+def test_differences_are_extrapolated():
+    """Differences of x^3 would err by the square of their first step, 0.004; these are as near as float64 comes."""
+    row = testing.check_vjp(lambda a: a**3, (X,)).row("a")
+    assert row.ok and row.error < 1e-12
 
 
 def test_steps_are_of_the_size_of_the_data():
     for magnitude in (1e-12, 1e12):
-        (gradient,) = testing.numerical_gradient(jnp.sin, (X * 1e-12,), richardson=4)
-        np.testing.assert_allclose(gradient, np.cos(X * 1e-12), rtol=1e-10)
-        (gradient,) = testing.numerical_gradient(lambda a, m=magnitude: a * a / m, (X * magnitude,), richardson=4)
-        np.testing.assert_allclose(gradient, 2 * X, rtol=1e-10)
+        assert testing.check_vjp(jnp.sin, (X * 1e-12,)).ok
+        assert testing.check_vjp(lambda a, m=magnitude: a * a / m, (X * magnitude,)).ok
 
 
 def test_a_step_out_of_the_domain_is_not_used():
-    x = np.array([1e-6, 1.0, 1.0, 2.0])
-    (gradient,) = testing.numerical_gradient(jnp.log, (x,), richardson=12)
-    np.testing.assert_allclose(gradient, 1 / x, rtol=1e-6)
+    assert testing.check_vjp(jnp.log, (np.array([1e-6, 1.0, 1.0, 2.0]),)).ok
 
 
 @pytest.mark.parametrize("x", [np.arange(64.0), np.full(2, 64.0), np.linspace(0, 64, 257)], ids=["n", "64", "n/4"])
@@ -204,7 +167,7 @@ def test_functions_that_compute_in_float32_inside():
 
     report = testing.check_vjp(cast_back, (X,))
     (row,) = report.rows
-    assert row.unsure and not row.ok and not report.ok and report.as_dict()["rows"][0]["unsure"]
+    assert row.unsure and not row.ok and not report.ok
     *_, line, note = str(report).splitlines()
     assert line.endswith("unsure") and note.startswith("unsure: ") and "give a reference" in note
     with pytest.raises(AssertionError, match=r"^unsure gradients"):

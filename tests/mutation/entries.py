@@ -3,7 +3,6 @@
 from targets import (
     CACHE,
     CACHED,
-    FILES,
     TRUSTED,
     Mutant,
 )
@@ -22,40 +21,24 @@ ENTRIES = [
         (f"{CACHED}test_entry_of_another_key_is_as_none_and_written_again",),
     ),
     Mutant(
-        "a link taken for an entry", FILES, "0 if folder is None else os.O_NOFOLLOW", "0",
+        "a link taken for an entry", CACHE, "os.O_NONBLOCK | os.O_NOFOLLOW", "os.O_NONBLOCK",
         (f"{CACHED}test_a_link_is_no_entry_and_replaced",),
     ),
     Mutant(
-        "a folder not judged", CACHE, "        opened.judge(os.fstat(descriptor))\n", "",
+        "a folder not judged", CACHE, "_judge(os.fstat(descriptor), where,", "_judge(os.stat('/'), where,",
         (f"{TRUSTED}test_folder_of_another_user_is_not_used",),
     ),
     Mutant(
-        "an entry not judged", FILES, "            judge(status)\n", "",
+        "an entry not judged", CACHE, "        _judge(status, path, _REPLACED, _REPLACED)\n", "",
         (f"{TRUSTED}test_entry_of_another_user_is_not_taken_but_replaced",),
     ),
     Mutant(
-        "what the group may write trusted", CACHE, "else stat.S_IWGRP | stat.S_IWOTH", "else stat.S_IWOTH",
+        "what the group may write trusted", CACHE, "stat.S_IWGRP | stat.S_IWOTH", "stat.S_IWOTH",
         (f"{TRUSTED}test_folder_that_others_may_write_is_not_used",),
-    ),
-    Mutant(
-        "what all may write trusted in a shared folder", CACHE, "stat.S_IWOTH if shared", "0 if shared",
-        (f"{TRUSTED}test_shared_folder_that_all_may_write_is_not_used",),
     ),
     Mutant(
         "root not trusted", CACHE, "not in (0, os.geteuid())", "!= os.geteuid()",
         (f"{TRUSTED}test_roots_folder_and_entries_are_taken",),
-    ),
-    Mutant(
-        "a folder of another group trusted", CACHE, "if key is None and self.group is not None and not shared:",
-        "if False:", (f"{TRUSTED}test_folder_of_another_group_is_not_used",),
-    ),
-    Mutant(
-        "a group trusted whose member the user is not", CACHE, "number not in (os.getegid(), *os.getgroups())", "False",
-        (f"{TRUSTED}test_group_of_others_is_said",),
-    ),
-    Mutant(
-        "an entry left to the umask", CACHE, "os.fchmod(file.fileno(), 0o640)", "pass",
-        (f"{TRUSTED}test_group_may_read_and_add_what_is_made",),
     ),
     Mutant(
         "a folder left to the umask", CACHE, "        os.fchmod(descriptor, rights)\n", "",

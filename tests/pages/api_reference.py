@@ -56,7 +56,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "Gradient checking",
         "jln.testing",
         (
-            *("assert_vjp", "check_vjp", "assert_hvp", "check_hvp", "numerical_gradient"),
+            *("assert_vjp", "check_vjp", "assert_hvp", "check_hvp"),
             *("check_fuse", "assert_operators", "Report", "Row", "Tolerance"),
         ),
     ),
@@ -74,7 +74,7 @@ IN_PROSE = {
     },
 }
 # Of classes; what else is public there is for the library's own use.
-METHODS = ("__call__", "row", "as_dict", "dequantized")
+METHODS = ("__call__", "row", "dequantized")
 CONFIG = {
     "heading_level": 3,
     "members": [],

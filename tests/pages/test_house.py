@@ -108,7 +108,7 @@ def in_order(texts: dict[str, str]) -> None:
 
 
 # The most lines of Python in each folder. A change may lower a number, to what is there then, and never raise one.
-CEILINGS = {"jln": 18824, "tests": 41106, "benchmarks": 5661}
+CEILINGS = {"jln": 18600, "tests": 40990, "benchmarks": 5500}
 
 
 @pytest.mark.parametrize("folder", CEILINGS)

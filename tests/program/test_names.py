@@ -1,5 +1,6 @@
 """Rung 4: a program for several GPUs has the same text in every process, and another where its kernels are others."""
 
+import json
 import os
 import subprocess
 import sys
@@ -44,7 +45,8 @@ for function in (step, manual):
 
 def texts(**environment):
     """Return hashes of a process's programs: spread by JAX, and in a `shard_map` that leaves it an axis."""
-    environment = os.environ | {"JLN_CHIP": "h200", **environment}
+    found = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"JLN_CHIP": "h200", "PYTHONPATH": found, **environment}
     ran = subprocess.run([sys.executable, "-c", LOWER], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.split()
@@ -61,7 +63,8 @@ def test_another_process_has_the_same_programs(usual):
 
 @pytest.mark.parametrize("change", ["tiles", "Triton's switches", "chip"])
 def test_other_kernels_make_another_program(change, usual, tmp_path):
-    (tmp_path / "tuned.json").write_text('{"schema": 1, "entries": []}')
+    entry = {"choice": "forward", "h": [1024], "itemsize": 2, "tiles": [[2, 1024, 8, 1, 1]]}
+    (tmp_path / "tuned.json").write_text(json.dumps({"chip": "h200", "entries": [entry]}))
     environment = {
         "tiles": {"JLN_TUNING": str(tmp_path / "tuned.json")},
         "Triton's switches": {"DISABLE_LLVM_OPT": "1"},

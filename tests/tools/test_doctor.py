@@ -122,7 +122,6 @@ def test_doctor_knows_bad_pairs(quick, capsys, monkeypatch, versions, count):
     monkeypatch.setattr(doctor, "installed", lambda: dict.fromkeys(doctor.PACKAGES) | GOOD | versions)
     status, out = run(capsys)
     assert status == (1 if count else 0) and out.count("BROKEN: ") == count
-    assert f"{count} of {len(doctor.BAD_PAIRS)} are here" in out
 
 
 def test_doctor_finds_a_gpu_that_is_not_used(quick, capsys, monkeypatch, tmp_path):

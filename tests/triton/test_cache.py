@@ -25,7 +25,6 @@ KEY, OTHER_KEY = "a" * 64, "b" * 64
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "some" / "folder"))
-    monkeypatch.delenv(cache.GROUP_VARIABLE, raising=False)
     return tmp_path / "some" / "folder"
 
 

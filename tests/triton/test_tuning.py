@@ -112,7 +112,7 @@ def test_choices_cannot_depend_on_the_number_of_rows(choose):
     of_arrays |= {"shares"} if choose is tiles.reduce_tile else set()  # of many groups, and no row's result
     assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip"}
-    assert [*inspect.signature(tuning.measured).parameters] == ["choice", "h", "itemsize", "chip"]
+    assert [*inspect.signature(tuning.entries).parameters] == ["chip"]
 
 
 GOOD = entry(OTHER)
@@ -153,11 +153,6 @@ def test_many_faults_are_one_warning(tuning_file):
     assert len(said) == 1 and len(str(said[0].message)) < 600
 
 
-def sparse(path):
-    with path.open("wb") as file:
-        file.truncate(2**40)  # more than anyone could read
-
-
 FILES = {
     "not JSON": ("{", "JSONDecodeError"),
     "not text": (b"\xff\xfe\x00", "UnicodeDecodeError"),
@@ -167,9 +162,6 @@ FILES = {
     "nested without end": ("[" * 100_000, "RecursionError"),
     "a folder": (lambda path: path.mkdir(), "Is a directory"),
     "missing": (lambda path: None, "No such file"),
-    "a pipe without a writer": (os.mkfifo, "it is no regular file"),
-    "a device without end": (lambda path: path.symlink_to("/dev/zero"), "it is no regular file"),
-    "endless": (sparse, f"it has more than {tuning.LARGEST} bytes"),
 }
 
 

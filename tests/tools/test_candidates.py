@@ -1,0 +1,57 @@
+"""What a card has found of candidates of tiles, as a file that the package reads."""
+
+import json
+
+import pytest
+
+pytest.importorskip("typer")
+
+import candidates
+from jln._junction import tiles
+from jln._triton import tuning
+from jln._triton.chip import CHIPS
+from jln._triton.target import Target
+from jln._triton.tile import Tile
+
+
+def found(candidate, microseconds, tile=None, error=0.0, workload="layer-norm-4096", direction="forward"):
+    made = {"workload": workload, "direction": direction, "candidate": candidate, "microseconds": microseconds}
+    return made | {"bytes": 134_000_000, "error": error, "tiles": [[*vars(tile).values()]] if tile else []}
+
+
+def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkeypatch):
+    best = Tile(2, 4096, 8)
+    made = [found("by rule", 40.0), found("best", 37.0, best), found("wrong", 1.0, Tile(1, 4096, 8), error=0.2)]
+    made += [
+        found("by rule", 40.0, workload="gpt2-small"),
+        found("hardly", 39.9, Tile(1, 1024, 4), workload="gpt2-small"),
+    ]
+    made += [found("by rule", 9.0, workload="decode-1-qkv"), found("other", 1.0, best, workload="decode-1-qkv")]
+    made += [found("nan", 1.0, best, float("nan"), "layer-norm-8192")]
+    file = candidates.measured(made, "NVIDIA H200")
+    assert file["chip"] == "h200" and file["candidates"] == made
+    (entry,) = file["entries"]
+    assert entry == {
+        "choice": "forward",
+        "h": [4096],
+        "itemsize": 2,
+        "tiles": [[2, 4096, 8, 1, 1]],
+        "mb_per_s": 3621622,
+    }
+    (tmp_path / "h200.json").write_text(json.dumps(file))
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "h200.json"))
+    assert tiles.forward(4096, 1, 2, False, Target(CHIPS["h200"])) == best
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_rules_answer_with_a_candidate_as_long_as_it_is_asked_for(direction):
+    target, given = Target(CHIPS["h200"]), (Tile(2, 1024, 4), Tile(1, 2048, 8))[: 2 if direction == "backward" else 1]
+    ask = {
+        "forward": lambda: (tiles.forward(4096, 1, 2, False, target),),
+        "backward": lambda: (lambda plan: (plan.tile, plan.sums))(tiles.backward(4096, 1, 2, False, False, target)),
+    }[direction]
+    before = ask()
+    with candidates.answers(direction, given):
+        assert ask() == given != before
+    with candidates.answers(direction, ()):
+        assert ask() == before
