@@ -61,7 +61,7 @@ def main(
     """Count the kernels, bytes and memory of compiled programs of operators at named sizes."""
     known("chip", [chip], CHIPS if kernels else program.CHIPS)
     chosen = [WORKLOADS[name] for name in known("workload", workloads or WORKLOADS, WORKLOADS)]
-    print(f"Compiled for {chip}; MB is 10^6 bytes. {versions()}\n")
+    print(f"Compiled for {chip}; MB is 10^6 bytes. {', '.join(f'{n} {v}' for n, v in versions().items() if v)}\n")
     if kernels:
         found, failed = compiled_kernels(chosen, chip)
     else:

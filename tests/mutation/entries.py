@@ -41,10 +41,6 @@ ENTRIES = [
         (f"{TRUSTED}test_roots_folder_and_entries_are_taken",),
     ),
     Mutant(
-        "a folder left to the umask", CACHE, "        os.fchmod(descriptor, rights)\n", "",
-        (f"{TRUSTED}test_group_may_read_and_add_what_is_made",),
-    ),
-    Mutant(
         "the warning said each time", CACHE, "            _said.add(folder())\n", "",
         (f"{TRUSTED}test_folder_of_another_user_is_not_used",),
     ),

@@ -136,8 +136,8 @@ PROOFS = [
     Mutant(
         "rows that lie elsewhere given the tiles of rows side by side",
         NORM_TILES,
-        'if inner == 1 and not mixed and (tiles := tuning.measured("forward"',
-        'if not mixed and (tiles := tuning.measured("forward"',
+        "if inner == 1 and not mixed and (tiles := tuning.entries(",
+        "if not mixed and (tiles := tuning.entries(",
         ("tests/triton/test_tuning.py::test_only_what_was_measured_is_chosen",),
     ),
     Mutant(

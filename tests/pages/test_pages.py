@@ -396,7 +396,7 @@ def test_the_first_pages_figures_are_those_of_the_page_on_benchmarks():
 
 @pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
 def test_sizes_have_the_names_that_commands_know(page):
-    names = re.findall(r"`(?:--workload )?([a-z0-9]+(?:-[a-z0-9]+)+)`", PAGES[page])
+    names = re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", PAGES[page])
     assert len(names) > 5 and [name for name in names if name not in {**ALL, **PEERS}] == []
 
 

@@ -130,7 +130,7 @@ def test_programs_of_two_processes_are_the_same_and_their_files_are_not(tmp_path
 
     Each process reads a file of its own, which its plugin deletes.
     """
-    environment = os.environ | {"JLN_CHIP": "mi300x", "TMPDIR": str(tmp_path)}
+    environment = os.environ | {"JLN_CHIP": "mi300x", "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command, how = [sys.executable, "-W", "ignore", "-c", TWICE], {"capture_output": True, "text": True, "timeout": 120}
     one, two = (subprocess.run(command, env=environment, **how) for _ in range(2))
     assert one.returncode == two.returncode == 0, one.stderr[-2000:] + two.stderr[-2000:]

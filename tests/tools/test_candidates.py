@@ -1,4 +1,4 @@
-"""What a card has found of candidates of tiles, as a file that the package reads."""
+"""Tests of candidates of tiles: what a card has found of them is a file that the package reads."""
 
 import json
 

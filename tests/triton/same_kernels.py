@@ -219,7 +219,10 @@ def recorded(tree: pathlib.Path, by_ptx: bool, only: Any = None) -> dict[Any, An
     with tempfile.TemporaryDirectory() as folder:
         out, chosen = pathlib.Path(folder) / "out", pathlib.Path(folder) / "only"
         chosen.write_bytes(pickle.dumps(only))
-        environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT / "benchmarks")]),
+            "JAX_PLATFORMS": "cpu",
+        }
         environment.pop("TRITON_INTERPRET", None)
         command = [sys.executable, __file__, "--record", str(out), "--only", str(chosen), *["--ptx"] * by_ptx]
         subprocess.run(command, env=environment, cwd=folder, check=True)
