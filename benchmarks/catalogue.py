@@ -82,8 +82,7 @@ class Operator:
     """A public operator with some of its optional arguments, as a function and as the same function in plain jnp.
 
     reread: the arguments and results that its backward pass reads, beside the results' cotangents.
-    takes: the names of all arrays that it takes, those by keyword last. keywords: the names of the latter, which few
-      models have.
+    takes: the names of all arrays that it takes, those by keyword last. keywords: those, which few models have.
     options: static keywords that say which form of the operator this is; empty for the defaults.
     """
 

@@ -27,8 +27,7 @@ from workloads import Workload
 class PeerProgram:
     """A compiled program of one peer in one direction.
 
-    peak, temporary: the most bytes that it holds, with its arguments and results, and without. None where nobody
-      counts.
+    peak, temporary: the most bytes that it holds, with its arguments and results, and without. None if unknown.
     """
 
     peer: Peer

@@ -2,8 +2,7 @@
 
 python benchmarks/train_in_eight_bits.py --steps 300
 
-All Linears stand behind a norm but those into the residual stream, which stay in bfloat16. Data and parameters at the
-start are the same.
+All Linears stand behind a norm but those into the residual stream, which stay in bfloat16. All start the same.
 """
 
 import argparse

@@ -44,7 +44,7 @@ def main() -> int:
     asked = given.implementation or [name for name, why in reasons.items() if why is None]
     if cannot := [f"{name} cannot run: {reasons[name]}" for name in asked if reasons[name] is not None]:
         parser().error("; ".join(cannot))
-    return operators.run(forms, given.dtype or ["bfloat16", "float32"], asked)
+    return operators.run(forms, [*dict.fromkeys(given.dtype or ["bfloat16", "float32"])], asked)
 
 
 if __name__ == "__main__":

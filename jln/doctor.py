@@ -138,7 +138,7 @@ def _bad_pairs(versions: dict[str, tuple[int, ...]]) -> Iterator[str]:
     if versions.get("triton", (9,)) < (3, 9) and versions.get("numpy", (0,)) >= (2, 4):
         yield "Triton's interpreter fails with triton before 3.9 and numpy 2.4, a GPU does not: install triton>=3.9"
     if any(versions[plugin][:3] != versions["jaxlib"][:3] for plugin in PLUGINS if plugin in versions):
-        yield "JAX's plugin for the GPU is of another version than jaxlib, and so unused: pip install -U jax[cuda13]"
+        yield "JAX's plugin for the GPU is of another version than jaxlib, and so unused: install both of one version"
 
 
 def _facts(device: Any) -> tuple[str, str, str]:

@@ -272,13 +272,13 @@ def reduce_tile(h: int, shares: int | None = None) -> Tile:
 def forward(
     h: int, inner: int, itemsize: int, mixed: bool, target: Target, parameters: tuple[int, ...] = (), adds: bool = False
 ) -> Tile:
-    """The tile of `forward_kernel`: as measured where it was, else by `forward_tile`.
+    """The tile of `forward_kernel`: as measured where x, scale and offset are all it reads, else by `forward_tile`.
 
-    parameters: the bytes of a column's scale and of its offset, where beside these x is all that is read, or x and a
-      residual; else none. adds: whether there is a residual.
+    parameters: the bytes of a column's scale and offset where no more is read than x, and a residual if it `adds`.
     """
-    if inner == 1 and not mixed and (tiles := tuning.entries(target.chip).get(("forward", h, itemsize))):
-        return tiles[0]
+    alone = inner == 1 and parameters and not (mixed or adds)
+    if alone and (tiles := tuning.entries(target.chip).get(("forward", h, itemsize))):
+        return _with_room(tiles[0], itemsize, (1, 0), target.chip)
     tile = forward_tile(h, inner, itemsize, mixed)
     easy = inner == 1 and aligned(h, inner, itemsize) and not mixed and not target.chip.is_amd
     if parameters and easy and 1024 <= tile.columns >= h and tile.warps <= 16:

@@ -9,6 +9,8 @@ import pytest
 
 import jln
 import workbench
+from jln._junction.linears.tiles import unfenced
+from jln._triton.target import target_chip
 from workbench import LINEAR_OPERATORS, check
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -180,6 +182,8 @@ def test_a_wider_scale_keeps_its_gradients_digits(dtype, implementation):
 
     Plain jnp's gradient is no such sum, and so no measure.
     """
+    if dtype == "bfloat16" and (chip := target_chip()) and (why := unfenced(chip)):
+        pytest.skip(why)  # composed, and XLA's product gives dz in bfloat16
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     x, scale, offset, kernel, bias = workbench.arguments(operator, (37, 100), dtype, features=(64,))
     operands = (x, scale.astype("float32"), offset, kernel, bias)

@@ -22,25 +22,18 @@ def found(candidate, microseconds, tile=None, error=0.0, workload="layer-norm-40
 def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkeypatch):
     best = Tile(2, 4096, 8)
     made = [found("by rule", 40.0), found("best", 37.0, best), found("wrong", 1.0, Tile(1, 4096, 8), error=0.2)]
-    made += [
-        found("by rule", 40.0, workload="gpt2-small"),
-        found("hardly", 39.9, Tile(1, 1024, 4), workload="gpt2-small"),
-    ]
+    made += [found(c, us, Tile(1, 1024, 4), workload="gpt2-small") for c, us in (("by rule", 40.0), ("hardly", 39.9))]
+    made += [found("by rule", 9.0, workload="llama-4096"), found("rms", 1.0, Tile(1, 4096, 8), workload="llama-4096")]
     made += [found("by rule", 9.0, workload="decode-1-qkv"), found("other", 1.0, best, workload="decode-1-qkv")]
     made += [found("nan", 1.0, best, float("nan"), "layer-norm-8192")]
     file = candidates.measured(made, "NVIDIA H200")
     assert file["chip"] == "h200" and file["candidates"] == made
     (entry,) = file["entries"]
-    assert entry == {
-        "choice": "forward",
-        "h": [4096],
-        "itemsize": 2,
-        "tiles": [[2, 4096, 8, 1, 1]],
-        "mb_per_s": 3621622,
-    }
+    size = {"choice": "forward", "h": [4096], "itemsize": 2}
+    assert entry == size | {"tiles": [[2, 4096, 8, 1, 1]], "mb_per_s": 3621622}
     (tmp_path / "h200.json").write_text(json.dumps(file))
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "h200.json"))
-    assert tiles.forward(4096, 1, 2, False, Target(CHIPS["h200"])) == best
+    assert tiles.forward(4096, 1, 2, False, Target(CHIPS["h200"]), (4, 4)) == best
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

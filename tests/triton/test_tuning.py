@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import os
-import warnings
 
 import pytest
 
@@ -22,7 +21,7 @@ RULE = tiles.forward_tile(128, 1, 2)
 
 
 def chosen(chip=H200, h=128):
-    return tiles.forward(h, 1, 2, False, Target(chip))
+    return tiles.forward(h, 1, 2, False, Target(chip), (4, 4))
 
 
 def entry(*given, choice="forward", h=(128,), itemsize=2):
@@ -46,13 +45,6 @@ def test_the_named_file_goes_before_the_packages_and_both_before_the_rules(tmp_p
     assert chosen() == Tile(2, 128, 1) and chosen(h=64) != OTHER
     monkeypatch.setenv(tuning.VARIABLE, "")
     assert chosen() == RULE
-
-
-def test_the_package_has_no_unsound_file():
-    for path in tuning.PACKAGED.glob("*.json"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert tuning._parsed(path, path.read_bytes(), path.stem)
 
 
 def test_a_file_is_read_again_when_it_changes(tuning_file):
@@ -87,9 +79,10 @@ def test_only_what_was_measured_is_chosen(tuning_file):
     sums = Tile(1, 64, 2)
     write(tuning_file, entry(OTHER), entry(Tile(8, 64, 2, 8), sums, choice="backward"))
     h200 = Target(H200)
-    assert tiles.forward(128, 1, 4, False, h200) == tiles.forward_tile(128, 1, 4)
-    assert tiles.forward(128, 1, 2, True, h200) == tiles.forward_tile(128, 1, 2, True)
-    assert tiles.forward(128, 64, 2, False, h200) == tiles.forward_tile(128, 64, 2)
+    assert tiles.forward(128, 1, 4, False, h200, (4, 4)) == tiles.forward_tile(128, 1, 4)
+    assert tiles.forward(128, 1, 2, True, h200, (4, 4)) == tiles.forward_tile(128, 1, 2, True)
+    assert tiles.forward(128, 64, 2, False, h200, (4, 4)) == tiles.forward_tile(128, 64, 2)
+    assert tiles.forward(128, 1, 2, False, h200, (4, 4), adds=True) == RULE == tiles.forward(128, 1, 2, False, h200)
     plan = tiles.backward(128, 1, 2, False, False, h200)
     assert (dataclasses.replace(plan.tile, stages=8), plan.sums) == (Tile(8, 64, 2, 8), sums)
     rules = tiles.backward_plan(128, 1, 2)
@@ -98,8 +91,10 @@ def test_only_what_was_measured_is_chosen(tuning_file):
 
 
 def test_measured_stages_are_no_more_than_there_is_room_for(tuning_file):
-    write(tuning_file, entry(Tile(8, 4096, 16, 8), choice="backward", h=(4096,)))
+    many = Tile(8, 4096, 16, 8)
+    write(tuning_file, entry(many, choice="backward", h=(4096,)), entry(many, h=(4096,)))
     assert tiles.backward(4096, 1, 2, False, False, Target(H200)).tile == Tile(8, 4096, 16, 2)
+    assert chosen(h=4096) == Tile(8, 4096, 16, 4)
 
 
 CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
@@ -122,14 +117,18 @@ ENTRIES = {
     "a list of choices": (GOOD | {"choice": ["forward"]}, "has 1 tiles"),
     "no tiles": ({k: v for k, v in GOOD.items() if k != "tiles"}, "KeyError: 'tiles'"),
     "two tiles forward": (entry(OTHER, OTHER), "'forward' has 2 tiles"),
-    "a fraction": (GOOD | {"tiles": [[4, 128, 2.0, 1, 1]]}, "warps are 2.0, not from 1 to 32"),
-    "true": (GOOD | {"tiles": [[True, 128, 2, 1, 1]]}, "rows are True"),
+    "a fraction": (GOOD | {"tiles": [[4, 128, 2.0, 1, 1]]}, "warps cannot be 2.0"),
+    "true": (GOOD | {"tiles": [[True, 128, 2, 1, 1]]}, "rows cannot be True"),
     "too many numbers": (GOOD | {"tiles": [[4, 128, 2, 1, 1, 9]]}, "TypeError: "),
-    "no power of 2": (entry(Tile(3, 128, 2)), "rows are 3, no power of 2"),
-    "no columns": (entry(Tile(4, 0, 2)), "columns are 0, not from 1"),
-    "absurd warps": (entry(Tile(4, 128, 64)), "warps are 64"),
-    "absurd stages": (entry(Tile(4, 128, 2, 99)), "stages are 99"),
+    "no power of 2": (entry(Tile(3, 128, 2)), "rows cannot be 3"),
+    "no columns": (entry(Tile(4, 0, 2)), "columns cannot be 0"),
+    "absurd warps": (entry(Tile(4, 128, 64)), "warps cannot be 64"),
+    "absurd stages": (entry(Tile(4, 128, 2, 99)), "stages cannot be 99"),
     "too much to hold": (entry(Tile(1024, 128, 1)), "would hold more than 128 elements"),
+    "a word for a length": (entry(OTHER, h=(128, "x")), "no rows of 'x' elements of 2 bytes"),
+    "true for a length": (entry(OTHER, h=(128, True)), "no rows of True elements"),
+    "bytes in words": (entry(OTHER, itemsize="two"), "no rows of 128 elements of 'two' bytes"),
+    "half of the lengths": (entry(OTHER, choice="backward", h=(128, 4096)), "128 columns of 4096 have no row sums"),
     "a row without sums": (entry(OTHER, choice="backward", h=(4096,)), "128 columns of 4096 have no row sums"),
 }
 
@@ -143,6 +142,7 @@ def test_an_entry_that_no_kernel_can_run_is_said_once_and_left_out(case, tuning_
     (warning,) = said
     assert str(tuning_file) in str(warning.message) and "entry 1: " in str(warning.message)
     assert why in str(warning.message)
+    assert tiles.backward(128, 1, 2, False, False, Target(H200)).tile != OTHER  # nor is a part of it taken
     assert chosen() == RULE and chosen(h=64) == Tile(1, 64, 2)  # warnings are errors here: it is not said again
 
 
@@ -160,7 +160,9 @@ FILES = {
     "no entries": ('{"chip": "h200"}', "KeyError: 'entries'"),
     "another chip's": ('{"chip": "h100", "entries": []}', "it is of the chip 'h100', and this one is 'h200'"),
     "nested without end": ("[" * 100_000, "RecursionError"),
-    "a folder": (lambda path: path.mkdir(), "Is a directory"),
+    "a folder": (lambda path: path.mkdir(), "it is no regular file"),
+    "a pipe without a writer": (os.mkfifo, "it is no regular file"),
+    "a device without end": (lambda path: path.symlink_to("/dev/zero"), "it is no regular file"),
     "missing": (lambda path: None, "No such file"),
 }
 
