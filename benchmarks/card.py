@@ -147,7 +147,7 @@ def us(record: dict[str, Any]) -> str:
 
 def cell(text: Any) -> str:
     """Write a text as one line without markup."""
-    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    return textwrap.shorten(str(text), 300, placeholder=" ...").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
 def times(records: list[dict[str, Any]], predicted: dict[str, Any]) -> list[str]:

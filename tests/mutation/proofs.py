@@ -136,8 +136,8 @@ PROOFS = [
     Mutant(
         "rows that lie elsewhere given the tiles of rows side by side",
         NORM_TILES,
-        "if inner == 1 and not mixed and (tiles := tuning.entries(",
-        "if not mixed and (tiles := tuning.entries(",
+        "alone = inner == 1 and parameters",
+        "alone = parameters",
         ("tests/triton/test_tuning.py::test_only_what_was_measured_is_chosen",),
     ),
     Mutant(
@@ -157,8 +157,8 @@ PROOFS = [
     Mutant(
         "tiles that no kernel can run",
         TUNING,
-        '                _check(entry["choice"], h, tiles)\n',
-        "",
+        '_check(entry["choice"], h, entry["itemsize"], tiles)',
+        "pass",
         ("tests/triton/test_tuning.py::test_an_entry_that_no_kernel_can_run_is_said_once_and_left_out[absurd stages]",),
     ),
     # Explaining
