@@ -60,7 +60,8 @@ def tests(path: pathlib.Path) -> dict[str, str | None]:
                 outcomes[member.name.removesuffix(".log")] = file.read().decode(errors="replace")[-300:] or "nothing"
             for case in ElementTree.parse(file).iter("testcase") if member.name.endswith(".xml") else ():
                 bad = [child.get("message") for child in case if child.tag in ("failure", "error")]
-                outcomes[f"{case.get('classname')}.{case.get('name')}"] = str(bad[0]) if bad else None
+                why = str(bad[0]).strip().split("\n")[0] if bad else None
+                outcomes[f"{case.get('classname')}.{case.get('name')}"] = why
     return outcomes
 
 
@@ -147,7 +148,8 @@ def us(record: dict[str, Any]) -> str:
 
 def cell(text: Any) -> str:
     """Write a text as one line without markup."""
-    return textwrap.shorten(str(text), 300, placeholder=" ...").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    line = textwrap.shorten(str(text), 300, placeholder=" ...")
+    return line.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
 def times(records: list[dict[str, Any]], predicted: dict[str, Any]) -> list[str]:

@@ -52,6 +52,7 @@ def entries(chip: Chip) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
         return {}
 
 
+@functools.lru_cache(maxsize=8)
 def _parsed(path: pathlib.Path, content: bytes, chip: str) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
     found, faults, document = {}, [], json.loads(content)
     if document["chip"] != chip:
@@ -59,9 +60,7 @@ def _parsed(path: pathlib.Path, content: bytes, chip: str) -> dict[tuple[str, in
     for number, entry in enumerate(document["entries"]):
         try:
             tiles = tuple(Tile(*numbers) for numbers in entry["tiles"])
-            for h in entry["h"]:
-                _check(entry["choice"], h, entry["itemsize"], tiles)
-            found |= {(entry["choice"], h, entry["itemsize"]): tiles for h in entry["h"]}
+            found |= {_key(entry["choice"], h, entry["itemsize"], tiles): tiles for h in entry["h"]}
         except (ValueError, KeyError, TypeError) as error:
             faults.append(f"entry {number}: {type(error).__name__}: {error}")
     if faults:
@@ -74,8 +73,8 @@ def _warn(path: pathlib.Path | None, what: str) -> None:
     warnings.warn(f"jln leaves out of its tuning file {path}: {what}", stacklevel=2)
 
 
-def _check(choice: str, h: int, itemsize: int, tiles: tuple[Tile, ...]) -> None:
-    """Raise ValueError where the kernels cannot run these tiles, or only by accident."""
+def _key(choice: str, h: int, itemsize: int, tiles: tuple[Tile, ...]) -> tuple[str, int, int]:
+    """Return what tiles are for. Raises ValueError where the kernels cannot run them, or only by accident."""
     if type(h) is not int or h < 1 or itemsize not in (2, 4, 8):
         raise ValueError(f"there are no rows of {h!r} elements of {itemsize!r} bytes")
     if (choice, len(tiles)) not in (("forward", 1), ("backward", 1), ("backward", 2)):
@@ -88,3 +87,4 @@ def _check(choice: str, h: int, itemsize: int, tiles: tuple[Tile, ...]) -> None:
             raise ValueError(f"a thread of {tile} would hold more than 128 elements")
     if choice == "backward" and len(tiles) == 1 and h > tiles[0].columns:
         raise ValueError(f"{tiles[0].columns} columns of {h} have no row sums without a tile for them")
+    return choice, h, itemsize

@@ -157,8 +157,8 @@ PROOFS = [
     Mutant(
         "tiles that no kernel can run",
         TUNING,
-        '_check(entry["choice"], h, entry["itemsize"], tiles)',
-        "pass",
+        '_key(entry["choice"], h, entry["itemsize"], tiles): tiles',
+        '(entry["choice"], h, entry["itemsize"]): tiles',
         ("tests/triton/test_tuning.py::test_an_entry_that_no_kernel_can_run_is_said_once_and_left_out[absurd stages]",),
     ),
     # Explaining

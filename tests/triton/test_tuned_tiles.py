@@ -33,7 +33,7 @@ def tuned(case, tuning_file):
 
 
 @pytest.mark.parametrize("case", NORMS)
-@pytest.mark.parametrize("name", ["add_layer_norm", "rms_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_norms_are_right_under_measured_tiles(name, case, tuning_file):
     h, forward, backward, sums = tuned(case, tuning_file)
     operator = OPERATORS[name]
