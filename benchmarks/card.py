@@ -46,11 +46,13 @@ def checks(path: pathlib.Path) -> list[dict[str, Any]]:
     return list({(c["case"], c["implementation"]) if "case" in c else i: c for i, c in enumerate(lines)}.values())
 
 
-def tests(path: pathlib.Path) -> dict[str, str | None]:
-    """Read what is wrong with each test from pytest's reports, the last one's first; None where nothing is.
+def tests(path: pathlib.Path) -> dict[str, Any]:
+    """Read from pytest's reports how many tests did not fail, by each one's last report, and what is wrong with others.
 
     Of a first kernel that failed it is what each diagnosis ended with.
     """
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
     outcomes: dict[str, str | None] = {}
     with tarfile.open(path) as tar:
         for member in sorted(tar, key=lambda member: member.name):
@@ -62,7 +64,8 @@ def tests(path: pathlib.Path) -> dict[str, str | None]:
                 bad = [child.get("message") for child in case if child.tag in ("failure", "error")]
                 why = str(bad[0]).strip().split("\n")[0] if bad else None
                 outcomes[f"{case.get('classname')}.{case.get('name')}"] = why
-    return outcomes
+    failed = {test: why for test, why in outcomes.items() if why is not None}
+    return {"right": len(outcomes) - len(failed), "failed": failed}
 
 
 def stages(path: pathlib.Path) -> dict[str, str]:
@@ -79,7 +82,7 @@ FILES: dict[str, tuple[Callable[[pathlib.Path], Any], *tuple[str, ...]]] = {
     "fused.json": (lambda p: json.loads(p.read_text()), "fused.json"),
     "tiles.json": (lambda p: json.loads(p.read_text()), "tiles.json"),
     "log.txt": (stages, "log.txt"),
-    "tests.tgz": (tests, "tests.tgz"),
+    "tests.json": (tests, "tests.tgz", "tests.json"),
 }
 
 
@@ -119,11 +122,9 @@ def faults(contents: dict[str, Any]) -> list[tuple[bool, str]]:
     found += [(True, f"check: {json.dumps(c)}") for c in contents.get("check.jsonl", []) if c.get("ok") is not True]
     off = contents.get("small_step.json", {"errors": {}})["errors"]
     found += [(True, f"small step: {of} is off by {error:.1e}") for of, error in off.items() if not error <= TOLERANCE]
-    bad = {
-        s: said for s, said in contents.get("log.txt", {}).items() if re.match(r"ended with (?!(0|3|124|137) )", said)
-    }
-    found += [(True, f"the stage {stage} {said}") for stage, said in bad.items()]
-    found += [(True, f"{test}: {why}") for test, why in contents.get("tests.tgz", {}).items() if why is not None]
+    ends, bad = contents.get("log.txt", {}), re.compile(r"ended with (?!(0|3|124|137) )")
+    found += [(True, f"the stage {stage} {said}") for stage, said in ends.items() if bad.match(said)]
+    found += [(True, f"{t}: {why}") for t, why in contents.get("tests.json", {"failed": {}})["failed"].items()]
     return sorted(found, key=lambda fault: not fault[0])
 
 
@@ -147,8 +148,9 @@ def us(record: dict[str, Any]) -> str:
 
 
 def cell(text: Any) -> str:
-    """Write a text as one line without markup."""
-    line = textwrap.shorten(str(text), 300, placeholder=" ...")
+    """Write a text as one line without markup; of a long one, its two ends."""
+    line = " ".join(str(text).split())
+    line = line if len(line) <= 800 else f"{line[:400]} ... {line[-400:]}"
     return line.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
@@ -199,9 +201,8 @@ def measured(results: dict[str, Any], predicted: dict[str, Any], data: str) -> l
         if "clock" in r:
             ways.setdefault(f"The clock: {CLOCKS[r['clock']]}", {})[NAMES[r["peer"]]] = None
         if why := cell(r.get("unprofiled", "")):
-            ways.setdefault(f"The profiler could not be read: {why}", {})[f"{NAMES[r['peer']]} at {r['workload']}"] = (
-                None
-            )
+            whose = f"{NAMES[r['peer']]} at {r['workload']}"
+            ways.setdefault(f"The profiler could not be read: {why}", {})[whose] = None
     where = results["environment"]
     cache = "the L2 cold" if where["platform"] == "gpu" else "caches as the run before left them"
     lines = [f"Microseconds, medians of {where['repetitions']} runs, {cache} ([data]({data})).", ""]
@@ -231,9 +232,10 @@ def told(contents: dict[str, Any], names: dict[str, str], missing: list[str], ch
     if "check.jsonl" in contents:
         right = [check.get("ok") is True for check in contents["check.jsonl"]]
         lines += [f"- **Right**: {sum(right)} of {len(right)} checks ([data]({names['check.jsonl']}))."]
-    if "tests.tgz" in contents:
-        right = [why is None for test, why in contents["tests.tgz"].items() if not test.startswith("diagnosis/")]
-        lines += [f"- **Tests**: {sum(right)} of {len(right)} did not fail."] if right else []
+    if "tests.json" in contents:
+        right, failed = contents["tests.json"]["right"], contents["tests.json"]["failed"]
+        ran = right + sum(not test.startswith("diagnosis/") for test in failed)
+        lines += [f"- **Tests**: {right} of {ran} did not fail."] if ran else []
     if "log.txt" in contents:
         lines += [f"- Stages: {'; '.join(map(' '.join, contents['log.txt'].items()))}."]
     lines += [f"- Missing: {cell(', '.join(missing))}."] if missing else []
@@ -275,16 +277,18 @@ def page(
     folder = into / (chip or of)
     kept = folder / "times.json"
     if not replace and "times.json" in files and kept.exists() and not kept.samefile(files["times.json"]):
-        before = load(kept)["environment"]
-        raise UserError(
-            f"{kept} has the times of {before['commit']}, {before['time']}: --replace, or --chip with another name"
-        )
+        has = "{commit}, {time}".format_map(load(kept)["environment"])
+        raise UserError(f"{kept} has the times of {has}: --replace, or --chip with another name")
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         if path.parent.resolve() == folder.resolve():  # what is in its place stays as it is
             names[name] = path.name
         elif name == "facts.json":  # not the machine's paths
             save({n: fact for n, fact in contents[name].items() if n not in ("argv", "path")}, folder / name)
+        elif name == "log.txt":
+            (folder / name).write_text("".join(f"== {stage} {said}\n" for stage, said in contents[name].items()))
+        elif name == "tests.json":
+            save(contents[name], folder / name)
         elif name.endswith(("json", "jsonl")):
             names[name] = shutil.copyfile(path, folder / name).name
     if timed := contents.get("times.json"):

@@ -17,9 +17,10 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import typer
 
+from jln import doctor
 from jln._core.identity import identity
 from jln.testing.operators import DTYPES, FORMS, check_form
-from rows import known
+from rows import UserError, known
 from workers import Last, WorkError, work_side_by_side
 
 # Seconds for one check. The slowest takes the interpreter some thirty, and an H200 took at most 13: a kernel that hangs
@@ -57,8 +58,11 @@ def main(
     """Check every form of every operator on this machine, by processes side by side."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share a GPU
     device = jax.devices()[0]
+    if why := doctor.implementations(device).get(implementation, "it is neither triton nor xla"):
+        raise UserError(f"{implementation} cannot run: {why}")
     cases = [Case(d, form, implementation) for d in known("dtype", dtype or DTYPES, DTYPES) for form in FORMS]
     names = {case: identity(tuple(case), device.device_kind) for case in cases}
+    file.parent.mkdir(parents=True, exist_ok=True)
     right = {name for name, row in rows(file).items() if row["ok"]}
     left = [case for case in cases if names[case] not in right]
     print(f"{len(left)} checks to run, {len(cases) - len(left)} were right before", flush=True)

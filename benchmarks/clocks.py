@@ -162,9 +162,6 @@ def program_times(runs: Sequence[Sequence[Event]]) -> Times:
     return Times(tuple(map(busy_seconds, runs)), "device", statistics.mode(map(len, runs)))
 
 
-# What a profiler's trace shows
-
-
 class TraceError(RuntimeError):
     """The error of a trace that does not show what was asked for."""
 

@@ -24,23 +24,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
+import checkpointed_blocks
 import jln
 import program
+from checkpointed_blocks import HEAD
+from checkpointed_blocks import plain_norm as rms_norm
 
-LAYERS, BATCH, TOKENS, WIDTH, HEAD, HIDDEN = 4, 8, 2048, 2048, 128, 8192
-POLICIES = {
-    "everything": None,
-    "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
-}
-
-
+LAYERS, BATCH, TOKENS, WIDTH, HIDDEN = 4, 8, 2048, 2048, 8192
+POLICIES = {"everything": None} | checkpointed_blocks.POLICIES
 SHAPE = (8192, 4096)
-
-
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
@@ -109,9 +101,8 @@ _SHAPES = {
     **{"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH // 2), "v": (WIDTH, WIDTH // 2), "out": (WIDTH, WIDTH)},
     **{"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "up_bias": (HIDDEN,), "down": (HIDDEN, WIDTH)},
 }
-_OF_LLAMA = ("scale_1", "scale_2", "q", "k", "v", "out", "gate", "up", "down")
 BLOCKS: dict[str, tuple[Callable[..., jax.Array], tuple[str, ...]]] = {
-    "Llama": (llama, _OF_LLAMA),
+    "Llama": (llama, ("scale_1", "scale_2", "q", "k", "v", "out", "gate", "up", "down")),
     "GPT": (gpt, tuple(name for name in _SHAPES if name != "gate")),
 }
 

@@ -280,10 +280,8 @@ def ceilings(repetitions: int) -> dict[str, float]:
         compiled = _lowered(f"ceiling_{name}", f, operands).compile()
         programs.append(_program(_CEILING, name, compiled, operands))
     medians = {p.direction: t.median for p in programs if (t := _timed([p], platform, repetitions).get(p.run.name))}
-    return {
-        "bytes_per_s": 2 * a.size * 2 / min(medians["copy"], medians["negate"]),
-        "flop_per_s": 2 * side**3 / medians["matmul"],
-    }
+    seconds = min(medians["copy"], medians["negate"])
+    return {"bytes_per_s": 2 * a.size * 2 / seconds, "flop_per_s": 2 * side**3 / medians["matmul"]}
 
 
 _CEILING = Peer("ceiling", "what the machine can do", "jax", "jax", lambda workload: jnp.copy)

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 WIDTH, LEFT = 830 / 96, 0.014  # inches: the page where a repository is browsed; and where in it texts start
 OURS, GREY, LIGHT = "#0f766e", "#9ca3af", "#d8dce2"
 NAMES = {"jnp": "plain jnp", "cudnn": "XLA's cuDNN", "flax": "Flax", "haiku": "Haiku", "torch": "PyTorch"}
-NAMES |= {name: name for name in ("jln", "jln-norm", "tokamax", "torch.compile", "liger")}
+NAMES |= {"liger": "Liger"} | {name: name for name in ("jln", "jln-norm", "tokamax", "torch.compile")}
 TITLES = {
     "median": "Time: less is better",
     "peak_bytes": "Memory: less is better",

@@ -19,7 +19,8 @@ from rows import known, save
 from workloads import ALL, WORKLOADS
 
 HERE = pathlib.Path(__file__).resolve().parent
-H200, PREDICTIONS = HERE / "results" / "h200" / "times.json", HERE / "results" / "predictions.json"
+RESULTS = HERE / "results"
+PREDICTIONS = RESULTS / "predictions.json"
 CHIPS = ("h100", "h200")
 PEERS = ("jln", "jnp")
 
@@ -41,7 +42,7 @@ def table(*rows: Iterable[Any]) -> list[str]:
 
 def rates(chip: str) -> dict[str, Any]:
     """Return the bytes and product flops that a chip is taken to do in a second, and why."""
-    h200 = load(H200)["ceilings"]
+    h200 = load(RESULTS / "h200" / "times.json")["ceilings"]
     products = f"{h200['flop_per_s'] / 1e12:.3g} TFLOP/s"
     if chip == "h200":
         return h200 | {"why": f"a copy of {h200['bytes_per_s'] / 1e9:.0f} GB/s and {products}, as an H200 measured"}
@@ -73,29 +74,24 @@ def predicted(chip: str) -> dict[str, Any]:
             size = w["programs"][peer]["bytes"]
             seconds = max(size / can["bytes_per_s"], flops / can["flop_per_s"])
             found[w["name"]][peer] = {"bytes": size, "microseconds": seconds * 1e6}
-    return {
-        **can,
-        "versions": {p: v for p, v in versions().items() if p in ("jln", "jax", "triton")},
-        "workloads": found,
-    }
+    return can | {"versions": {p: versions()[p] for p in ("jln", "jax", "triton")}, "workloads": found}
 
 
 def rows(found: dict[str, Any]) -> Iterable[list[str]]:
-    """Yield the cells of a table, its header first: jln / plain jnp, as predicted and as an H200 took."""
-    records = [r for r in load(H200)["records"] if r["status"] == "timed"]
-    took = {(r["workload"], r["direction"], r["peer"]): r["median"] * 1e6 for r in records}
-    yield ["`NAME`", *(f"{chip.upper()}, predicted" for chip in found), "H200, measured"]
+    """Yield the cells of a table, its header first: jln / plain jnp, as predicted and as the cards took."""
+    timed = [(c, r) for c in CHIPS for r in load(RESULTS / c / "times.json")["records"] if r["status"] == "timed"]
+    took = {(c, r["workload"], r["direction"], r["peer"]): number(r["median"] * 1e6) for c, r in timed}
+    yield ["`NAME`", *(f"{c.upper()}, {what}" for what in ("predicted", "measured") for c in CHIPS)]
     for name in dict.fromkeys(name for chip in found.values() for name in chip["workloads"]):
-        of = [chip["workloads"].get(name) for chip in found.values()]
+        of = [found[c]["workloads"].get(name) if c in found else None for c in CHIPS]
         cells = [" / ".join(number(w[peer]["microseconds"]) for peer in PEERS) if w else "" for w in of]
-        keys = [(name, next(w for w in of if w)["direction"], peer) for peer in PEERS]
-        yield [f"`{name}`", *cells, " / ".join(number(took[key]) for key in keys if key in took)]
+        direction = next(w for w in of if w)["direction"]
+        measured = [[took.get((c, name, direction, peer)) for peer in PEERS] for c in CHIPS]
+        yield [f"`{name}`", *cells, *(" / ".join(filter(None, each)) for each in measured)]
 
 
 def predict(
-    chip: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(CHIPS)}; may be repeated. [default: both]")
-    ] = None,
+    chip: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CHIPS)}. [default: both]")] = None,
 ) -> None:
     """Predict what the workloads of first_light.sh take on a chip, and print a table."""
     found = predictions() | {name: predicted(name) for name in known("chip", chip or CHIPS, CHIPS)}

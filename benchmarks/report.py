@@ -53,7 +53,7 @@ FACTS = ("name", "operator", "title", "shape", "features", "dtype", "directions"
 
 def main(
     workloads: Annotated[list[str] | None, typer.Argument(help="By name. [default: all]")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(COMPARED)}. [default: all]")] = None,
+    peers: Annotated[str, typer.Option(help="By name, with commas between.")] = ",".join(COMPARED),
     kernels: Annotated[bool, typer.Option("--kernels", help="Each kernel by itself instead.")] = False,
     chip: Annotated[str, typer.Option(help=f"Of {', '.join(program.CHIPS)}; with --kernels any.")] = "h200",
     output: Annotated[pathlib.Path | None, typer.Option(help="A file, for all of it as JSON.")] = None,
@@ -65,7 +65,7 @@ def main(
     if kernels:
         found, failed = compiled_kernels(chosen, chip)
     else:
-        names = known("peer", ["jln", *(peer or COMPARED)], COMPARED)
+        names = known("peer", ["jln", *peers.split(",")], COMPARED)
         found, failed = compiled_programs(chosen, [PEERS[name] for name in names], chip)
     if output is not None:
         save({"chip": chip, "versions": versions()} | found, output)

@@ -77,10 +77,8 @@ def measured(name: str, rounds: int, changes: dict[str, Any]) -> dict[str, Any]:
     for by in programs:
         ratio, spread = seconds[by] / seconds["as it is"], max(taken[by]) / min(taken[by]) - 1
         times = f"{seconds[by] * 1e3:>9.3f} ms, {ratio:>6.4f} of the first, spread {spread:.4f}"
-        print(
-            f"{name:<12} {by:<13} {times}, {temporary[by] / 1e9:>6.2f} GB temporary, off by {errors[by]:.1e}",
-            flush=True,
-        )
+        size = f"{temporary[by] / 1e9:>6.2f} GB temporary"
+        print(f"{name:<12} {by:<13} {times}, {size}, off by {errors[by]:.1e}", flush=True)
     return {"model": name, "seconds": taken, "temporary_bytes": temporary, "errors": errors}
 
 

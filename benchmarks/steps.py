@@ -125,9 +125,6 @@ def row(found: dict[str, Any]) -> list[Any]:
 HEADER = ("model", "norms", "sums", "Linears", "kernels", "moved, GB", "elsewhere, GB", "held, GB", "temporary, GB")
 
 
-# Meshes.
-
-
 def parsed(text: str, chip: str) -> Mesh:
     """Make the mesh in a text such as "data=2,tensor=4". Raises BadParameter."""
     sizes: dict[str, int] = {}
@@ -202,9 +199,7 @@ def print_mesh(name: str, mesh: Mesh, by_tokens: bool, programs: dict[str, progr
 
 def main(
     models: Annotated[list[str] | None, typer.Argument(help=f"Of {'; '.join(MODELS)}. [default: all]")] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="How many. [default: two, of the ViT and the Mixer four]")
-    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="[default: two, of the ViT and the Mixer four]")] = None,
     products: Annotated[list[str] | None, typer.Option(help="By XLA, which is the default, or by cuBLAS.")] = None,
     mesh: Annotated[list[str] | None, typer.Option(help="Of GPUs, as data=2,fsdp=2,tensor=2.")] = None,
     sequence: Annotated[bool, typer.Option("--sequence", help="Between Linears tokens are split over tensor.")] = False,

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import clocks
 from catalogue import EPSILON
 from clocks import Run, Times
-from peers import Unsupported, composed, multiplied
+from composition import Unsupported, composed, multiplied
 from workloads import Workload
 
 # For how long threads of PyTorch's CPU kernels may go on to spin: GNU's and Intel's OpenMP take 0.2 s at most.

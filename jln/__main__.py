@@ -41,7 +41,7 @@ def main() -> int:
     ):
         if unknown := {*asked} - {*known}:
             parser().error(f"unknown {name} {' '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
-    asked = given.implementation or [name for name, why in reasons.items() if why is None]
+    asked = [*dict.fromkeys(given.implementation or (name for name, why in reasons.items() if why is None))]
     if cannot := [f"{name} cannot run: {reasons[name]}" for name in asked if reasons[name] is not None]:
         parser().error("; ".join(cannot))
     return operators.run(forms, [*dict.fromkeys(given.dtype or ["bfloat16", "float32"])], asked)

@@ -316,13 +316,13 @@ def backward(
     more: int = 0,
     reads: tuple[int, int] = (2, 0),
 ) -> BackwardPlan:
-    """The plan of the backward pass: as measured where it was and `more` is 0, else by `backward_plan`.
+    """The plan of the backward pass: as measured for dy alone and `more` of 0, else by `backward_plan`.
 
     beside: how many cotangents `backward_kernel` reads beside dy. reads: as of `read_ahead`.
     """
     crammed = wants_y and beside > 0 and itemsize == 4
     plan = backward_plan(h, inner, itemsize, mixed, more=more, crammed=crammed)
-    if inner == 1 and not (mixed or more or wants_y):
+    if inner == 1 and not (mixed or more or beside or wants_y):
         tiles = tuning.entries(target.chip).get(("backward", h, itemsize))
         if tiles is not None:
             tile, *sums = (_with_room(tile, itemsize, reads, target.chip) for tile in tiles)

@@ -24,7 +24,7 @@ from jln._triton.tile import Tile
 VARIABLE = "JLN_TUNING"
 PACKAGED = pathlib.Path(__file__).parent / "tuned"
 POWERS = [2**n for n in range(17)]
-NUMBERS = {"rows": POWERS, "columns": POWERS, "warps": POWERS[:6], "stages": range(9), "programs_per_core": range(17)}
+NUMBERS = dict(rows=POWERS, columns=POWERS, warps=POWERS[:6], stages=range(1, 9), programs_per_core=range(1, 17))
 
 
 def chip_name(chip: Chip) -> str:
@@ -81,7 +81,7 @@ def _key(choice: str, h: int, itemsize: int, tiles: tuple[Tile, ...]) -> tuple[s
         raise ValueError(f"{choice!r} has {len(tiles)} tiles")
     for tile in tiles:
         for name, number in vars(tile).items():
-            if type(number) is not int or number < 1 or number not in NUMBERS[name]:
+            if type(number) is not int or number not in NUMBERS[name]:
                 raise ValueError(f"{name} cannot be {number!r}")
         if tile.rows * tile.columns > 128 * 32 * tile.warps:  # a thread has 255 registers
             raise ValueError(f"a thread of {tile} would hold more than 128 elements")

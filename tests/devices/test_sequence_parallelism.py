@@ -26,11 +26,7 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 DATA, TENSOR = 2, 4
 ROWS, WIDTH = (4, 16), 24  # a width of its own, as `by` has these shapes traced with another limit of features
 BY_ROWS, BY_FEATURES = P("data", "tensor"), P("data", None, "tensor")
-FEATURES = {
-    "one": ((32,),),
-    "several": ((32,), (8,), (8,)),
-    "heads": ((8, 3), (4, 3)),
-}
+FEATURES = {"one": ((32,),), "several": ((32,), (8,), (8,)), "heads": ((8, 3), (4, 3))}
 OPERATORS = ["layer_norm_linear", "add_rms_norm_linear"]
 
 
@@ -194,11 +190,7 @@ def test_what_a_product_by_rows_scatters_is_normalised_where_it_arrives(name, by
 
 
 # The leading axes of x and the features of each product, where four devices cannot have equal parts of one of them.
-UNEVEN = {
-    "rows": ((4, 6), ((32,),)),
-    "features": (ROWS, ((6,),)),
-    "one of several products": (ROWS, ((32,), (6,))),
-}
+UNEVEN = {"rows": ((4, 6), ((32,),)), "features": (ROWS, ((6,),)), "one of several products": (ROWS, ((32,), (6,)))}
 
 
 @pytest.mark.parametrize("uneven", UNEVEN)

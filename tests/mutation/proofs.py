@@ -143,7 +143,7 @@ PROOFS = [
     Mutant(
         "backward passes with more to hold given measured tiles",
         NORM_TILES,
-        "not (mixed or more or wants_y)",
+        "not (mixed or more or beside or wants_y)",
         "not (mixed or wants_y)",
         ("tests/triton/test_tuning.py::test_only_what_was_measured_is_chosen",),
     ),

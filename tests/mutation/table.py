@@ -10,9 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from mutants import MUTANTS
-from targets import (
-    Mutant,
-)
+from targets import Mutant
 
 HEAD = """\
 # Slips, and the tests that notice

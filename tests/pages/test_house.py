@@ -108,7 +108,7 @@ def in_order(texts: dict[str, str]) -> None:
 
 
 # The most lines of Python in each folder. A change may lower a number, to what is there then, and never raise one.
-CEILINGS = {"jln": 18600, "tests": 40990, "benchmarks": 5500}
+CEILINGS = {"jln": 18600, "tests": 40983, "benchmarks": 5499}
 
 
 @pytest.mark.parametrize("folder", CEILINGS)
@@ -136,6 +136,13 @@ def test_arrows_run_downwards(name):
 
 def test_no_circles():
     in_order({name: path.read_text() for name, path in MODULES.items()})
+
+
+def test_no_circles_among_the_benchmarks():
+    texts = {path.stem: path.read_text() for path in (ROOT.parent / "benchmarks").glob("*.py")}
+    imports = {name: {*re.findall(r"^ *(?:from|import) (\w+)", text, re.M)} & {*texts} for name, text in texts.items()}
+    assert len(imports) > 20 and imports["peers"] > {"composition", "torch_peers"}
+    graphlib.TopologicalSorter(imports).prepare()
 
 
 # In jln/_junction/derivatives.py; {} is a module.

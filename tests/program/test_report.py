@@ -29,7 +29,7 @@ def run(*arguments):
 
 def test_the_file_is_what_the_programs_do(tmp_path):
     workload, path = WORKLOADS["layer-norm-1024"], tmp_path / "report.json"
-    status, _ = run(workload.name, "--peer", "jnp", "--chip", "a100", "--output", str(path))
+    status, _ = run(workload.name, "--peers", "jnp", "--chip", "a100", "--output", str(path))
     found = json.loads(path.read_text())
     (only,) = found["workloads"]
     assert status == 0 and found["chip"] == "a100" and found["failures"] == []
@@ -61,7 +61,7 @@ def test_xla_makes_cudnns_norm_of_what_bench_times_as_such():
 
 def test_a_table_of_what_was_asked_for():
     """The peer jln-norm is there for Linears only, as a norm alone would be compared with itself."""
-    status, out = run("decode-4", "adapters", "--peer", "jln-norm", "--peer", "jnp")
+    status, out = run("decode-4", "adapters", "--peers", "jln-norm,jnp")
     rows = [line.split() for line in out.splitlines() if line.startswith("  ")][1:]
     assert status == 0 and "Skipped jln-norm for decode-4: a norm by itself is jln's own." in out
     assert [row[:5] for row in rows] == [

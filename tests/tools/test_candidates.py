@@ -26,14 +26,16 @@ def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkey
     made += [found("by rule", 9.0, workload="llama-4096"), found("rms", 1.0, Tile(1, 4096, 8), workload="llama-4096")]
     made += [found("by rule", 9.0, workload="decode-1-qkv"), found("other", 1.0, best, workload="decode-1-qkv")]
     made += [found("nan", 1.0, best, float("nan"), "layer-norm-8192")]
-    file = candidates.measured(made, "NVIDIA H200")
-    assert file["chip"] == "h200" and file["candidates"] == made
+    file = candidates.measured(made, "NVIDIA H200", "3.9.0")
+    assert file["chip"] == "h200" and file["candidates"] == made and file["versions"]["triton"] == "3.9.0"
     (entry,) = file["entries"]
     size = {"choice": "forward", "h": [4096], "itemsize": 2}
     assert entry == size | {"tiles": [[2, 4096, 8, 1, 1]], "mb_per_s": 3621622}
     (tmp_path / "h200.json").write_text(json.dumps(file))
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "h200.json"))
     assert tiles.forward(4096, 1, 2, False, Target(CHIPS["h200"]), (4, 4)) == best
+    made[:3] = made[:1]  # now the rule is the fastest for the first norm of this row, whatever a later one finds
+    assert candidates.measured(made, "NVIDIA H200", "3.9.0")["entries"] == []
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

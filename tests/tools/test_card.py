@@ -101,12 +101,16 @@ def test_what_else_a_run_leaves_counts_too(tmp_path, capsys):
     row = '{{"case": "a", "implementation": "triton", "ok": {}}}\n'
     (tmp_path / "run" / "check.jsonl").write_text(row.format("false") + row.format("true"))
     with tarfile.open(tmp_path / "run" / "tests.tgz", "w:gz") as tar:
-        (info := tarfile.TarInfo("diagnosis/verbose.log")).size = 12
-        tar.addfile(info, io.BytesIO(b"it is broken"))
+        (info := tarfile.TarInfo("diagnosis/verbose.log")).size = 1012
+        tar.addfile(info, io.BytesIO(b"x" * 1000 + b"it is broken"))
     fused = {"records": [RECORDS[0] | {"status": "wrong", "reason": "y is off"}]}
     status, _, page = made(tmp_path, capsys, "--chip", "h100", fused=fused)
-    expected = "1 of 1 checks", "the stage first ended with 1", "diagnosis/verbose: it is broken", "forward: y is off"
+    expected = "1 of 1 checks", "the stage first ended with 1", "it is broken", "forward: y is off"
     assert status == 1 and [said for said in expected if said not in page] == [] and "did not fail" not in page
+    with pytest.raises(SystemExit):  # made again of what it keeps
+        card.app(["page", str(tmp_path / "cards" / "h100"), "--into", str(tmp_path / "cards")])
+    assert (tmp_path / "cards" / "h100" / "README.md").read_text() == page
+    assert card.cell("a | b " + 2000 * "c" + " d").startswith("a \\| b c") and card.cell(2000 * "c").endswith("c")
 
 
 def test_another_runs_times_are_replaced_only_when_asked(tmp_path, capsys):

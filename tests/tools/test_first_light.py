@@ -137,12 +137,7 @@ def test_tests_that_passed_are_left_out_of_the_next_call(tmp_path):
     given = {"state": str(tmp_path), "cpu": "1", "python": sys.executable, "STAGE_SECONDS": "100"}
     given |= {"PYTHONPATH": "", "root": str(SCRIPT.parents[1])}
     ran = subprocess.run(
-        ["bash", "-c", script],
-        env=os.environ | given,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        ["bash", "-c", script], env=os.environ | given, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert [line for line in ran.stdout.splitlines() if line.startswith("status")] == [f"status {n}" for n in (1, 0, 0)]
     passed = (tmp_path / "tests-it.passed").read_text().splitlines()

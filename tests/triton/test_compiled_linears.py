@@ -12,15 +12,7 @@ import compiler
 from jln._junction.linears import tiles as linear_tiles
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.tile import aligned
-from launches import (
-    CHIPS,
-    FEW_FEATURES_SWITCHES,
-    FUSED,
-    LINEAR_DTYPES,
-    SUM_SWITCHES,
-    SWITCHES,
-    linear_launches,
-)
+from launches import CHIPS, FEW_FEATURES_SWITCHES, FUSED, LINEAR_DTYPES, SUM_SWITCHES, SWITCHES, linear_launches
 from workloads import WORKLOADS
 
 pytest.importorskip("triton")

@@ -51,7 +51,7 @@ def test_a_file_is_read_again_when_it_changes(tuning_file):
     for rows in (1, 2, 4, 1):
         os.replace(write(tuning_file.with_suffix(".part"), entry(Tile(rows, 128, 1))), tuning_file)
         os.utime(tuning_file, (0, 0))  # as if it were written within a clock's tick of the last
-        assert chosen() == Tile(rows, 128, 1)
+        assert chosen() == Tile(rows, 128, 1) and tuning.entries(H200) is tuning.entries(H200)  # and once until then
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_chips_by_their_marketing_names(kind, name, tuning_file):
 
 
 def test_only_what_was_measured_is_chosen(tuning_file):
-    """Other elements, several dtypes, rows side by side, and backward passes with more to hold go by the rules."""
+    """Other elements, several dtypes, rows side by side, sums, and passes with more to hold go by the rules."""
     sums = Tile(1, 64, 2)
     write(tuning_file, entry(OTHER), entry(Tile(8, 64, 2, 8), sums, choice="backward"))
     h200 = Target(H200)
@@ -88,6 +88,7 @@ def test_only_what_was_measured_is_chosen(tuning_file):
     rules = tiles.backward_plan(128, 1, 2)
     assert tiles.backward(128, 1, 2, False, True, h200).sums == rules.sums
     assert tiles.backward(128, 1, 2, False, False, h200, more=1).sums == rules.sums
+    assert tiles.backward(128, 1, 2, False, False, h200, beside=1).sums == rules.sums
 
 
 def test_measured_stages_are_no_more_than_there_is_room_for(tuning_file):
@@ -124,6 +125,9 @@ ENTRIES = {
     "no columns": (entry(Tile(4, 0, 2)), "columns cannot be 0"),
     "absurd warps": (entry(Tile(4, 128, 64)), "warps cannot be 64"),
     "absurd stages": (entry(Tile(4, 128, 2, 99)), "stages cannot be 99"),
+    "no stages": (entry(Tile(4, 128, 2, 0)), "stages cannot be 0"),
+    "no programs": (entry(Tile(4, 128, 2, 1, 0)), "programs_per_core cannot be 0"),
+    "no length": (entry(OTHER, h=(0,)), "no rows of 0 elements"),
     "too much to hold": (entry(Tile(1024, 128, 1)), "would hold more than 128 elements"),
     "a word for a length": (entry(OTHER, h=(128, "x")), "no rows of 'x' elements of 2 bytes"),
     "true for a length": (entry(OTHER, h=(128, True)), "no rows of True elements"),
