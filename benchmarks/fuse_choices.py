@@ -134,14 +134,12 @@ def main() -> None:
     if not kinds and not names:
         sys.exit(f"no name has any of these words; known are layer_norm, rms_norm, {', '.join(BLOCKS)}")
     if kinds:
-        print("| norm | read by | moved outside of products, MB |")
-        print("|---|---|---|")
+        print("| norm | read by | moved outside of products, MB |\n|---|---|---|")
     for kind, reader, adds in itertools.product(kinds, READERS, (False, True)):
         print("| " + " | ".join(by_reader(kind, reader, adds=adds)) + " |", flush=True)
     if not names:
         return
-    print("\n| block | policy | moved, GB | temporary, GB |")
-    print("|---|---|---|---|")
+    print("\n| block | policy | moved, GB | temporary, GB |\n|---|---|---|---|")
     for name in names:
         for policy in POLICIES:
             print("| " + " | ".join(row(name, policy)) + " |", flush=True)
