@@ -62,8 +62,8 @@ def tests(path: pathlib.Path) -> dict[str, Any]:
                 outcomes[member.name.removesuffix(".log")] = file.read().decode(errors="replace")[-300:] or "nothing"
             for case in ElementTree.parse(file).iter("testcase") if member.name.endswith(".xml") else ():
                 bad = [child.get("message") for child in case if child.tag in ("failure", "error")]
-                why = str(bad[0]).strip().split("\n")[0] if bad else None
-                outcomes[f"{case.get('classname')}.{case.get('name')}"] = why
+                why = re.split(r"\n +\+ ", str(bad[0]))[0].split() if bad else None  # without where values come from
+                outcomes[f"{case.get('classname')}.{case.get('name')}"] = None if why is None else " ".join(why)[:800]
     failed = {test: why for test, why in outcomes.items() if why is not None}
     return {"right": len(outcomes) - len(failed), "failed": failed}
 
@@ -265,7 +265,7 @@ def page(
     results: Annotated[pathlib.Path, typer.Argument(help="The folder that a run left, or that a page was made in.")],
     into: Annotated[pathlib.Path, typer.Option(help="The folder of all cards.")] = HERE / "results",
     chip: Annotated[str | None, typer.Option(help="The folder in it. [default: as the run names the chip]")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace another run's times.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace another run.")] = False,
 ) -> None:
     """Make the page of a run on a card."""
     files, contents, missing = read(results)
@@ -275,20 +275,20 @@ def page(
     # A rehearsal is no result of a CPU, which has a folder of its own.
     of = "cpu-rehearsal" if where.get("platform") == "cpu" else chip_name(Chip(where.get("chip", ""), 0, 0))
     folder = into / (chip or of)
-    kept = folder / "times.json"
-    if not replace and "times.json" in files and kept.exists() and not kept.samefile(files["times.json"]):
-        has = "{commit}, {time}".format_map(load(kept)["environment"])
-        raise UserError(f"{kept} has the times of {has}: --replace, or --chip with another name")
+    another = [folder / name for name in FILES if (folder / name).exists() and folder.resolve() != results.resolve()]
+    if another and not replace:
+        has = environment(read(folder)[1]).get("commit")
+        raise UserError(f"{folder} has a run of {has}: --replace, or --chip with another name")
     folder.mkdir(parents=True, exist_ok=True)
+    for path in another:
+        path.unlink()
     for name, path in files.items():
         if path.parent.resolve() == folder.resolve():  # what is in its place stays as it is
             names[name] = path.name
-        elif name == "facts.json":  # not the machine's paths
+        elif name in ("facts.json", "tests.json"):  # not the machine's paths
             save({n: fact for n, fact in contents[name].items() if n not in ("argv", "path")}, folder / name)
         elif name == "log.txt":
             (folder / name).write_text("".join(f"== {stage} {said}\n" for stage, said in contents[name].items()))
-        elif name == "tests.json":
-            save(contents[name], folder / name)
         elif name.endswith(("json", "jsonl")):
             names[name] = shutil.copyfile(path, folder / name).name
     if timed := contents.get("times.json"):

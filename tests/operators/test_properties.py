@@ -302,10 +302,7 @@ def test_what_is_bad_stays_in_its_row(problem, implementation, data):
         np.testing.assert_array_equal(a[others], b[others])
 
 
-@given(
-    problems(names=tuple(OPERATORS), rows=(2, 7, 23)),
-    st.data(),
-)
+@given(problems(names=tuple(OPERATORS), rows=(2, 7, 23)), st.data())
 def test_a_row_alone_is_as_among_others(problem, data):
     """The kernels give a row by itself, bit for bit, the results and gradients that it has among others."""
     name, _, operands, cotangent = problem

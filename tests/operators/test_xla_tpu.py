@@ -19,12 +19,7 @@ ROWS, H, FEATURES = 37, 100, (16, 700)
 
 @pytest.fixture(params=["_formula_tpu", "_formula"], ids=["TPU", "GPU"])
 def elsewhere(request, monkeypatch):
-    for operation in (
-        operations.forward,
-        operations.backward,
-        operations.forward_in_one,
-        operations.backward_in_one,
-    ):
+    for operation in (operations.forward, operations.backward, operations.forward_in_one, operations.backward_in_one):
         assert operation._formula_tpu is not operation._formula
         monkeypatch.setattr(operation, "_formula_cpu", getattr(operation, request.param))
 

@@ -75,7 +75,7 @@ def test_what_is_wrong_of_ours_is_an_exit_status_of_1(tmp_path, capsys):
     status, _, page = made(tmp_path, capsys, "--chip", "h100", small_step=STEP | {"errors": {"jln": 0.5, "jnp": 0}})
     assert status == 1 and "**WRONG**: small step: jln is off by 5.0e-01" in page
     bench = BENCH | {"records": [RECORDS[0] | {"status": "wrong", "reason": "dx is off"}]}
-    status, printed, page = made(tmp_path, capsys, bench=bench, small_step=STEP)
+    status, printed, page = made(tmp_path, capsys, "--replace", bench=bench, small_step=STEP)
     assert status == 1 and "no time of jln's that is right" in printed.out
     assert "**WRONG**: jln wrong at layer-norm-4096 forward: dx is off" in page and "| 36.7 WRONG |  |  |" in page
 
@@ -86,12 +86,13 @@ def test_wrong_checks_and_failed_tests_are_named_and_count(tmp_path, capsys):
     status, _, page = made(tmp_path, capsys, "--chip", "h100")
     assert status == 1 and "1 of 2 checks" in page and 'check: {"of": "b", "ok": false}' in page
     (tmp_path / "run" / "check.jsonl").unlink()
-    report = b'<t><testcase classname="a" name="b"><failure message="no"/></testcase><testcase name="c"/></t>'
+    why = b"AssertionError: &#10;Not equal: 1&#10; +  where 2"
+    report = b'<t><testcase classname="a" name="b"><failure message="%b"/></testcase><testcase name="c"/></t>' % why
     with tarfile.open(tmp_path / "run" / "tests.tgz", "w:gz") as tar:
         (info := tarfile.TarInfo("tests-kernels.xml")).size = len(report)
         tar.addfile(info, io.BytesIO(report))
-    status, _, page = made(tmp_path, capsys, "--chip", "h100")
-    assert status == 1 and "1 of 2 did not fail" in page and "**WRONG**: a.b: no" in page
+    status, _, page = made(tmp_path, capsys, "--chip", "h100", "--replace")
+    assert status == 1 and "1 of 2 did not fail" in page and "**WRONG**: a.b: AssertionError: Not equal: 1\n" in page
 
 
 def test_what_else_a_run_leaves_counts_too(tmp_path, capsys):
@@ -107,8 +108,9 @@ def test_what_else_a_run_leaves_counts_too(tmp_path, capsys):
     status, _, page = made(tmp_path, capsys, "--chip", "h100", fused=fused)
     expected = "1 of 1 checks", "the stage first ended with 1", "it is broken", "forward: y is off"
     assert status == 1 and [said for said in expected if said not in page] == [] and "did not fail" not in page
-    with pytest.raises(SystemExit):  # made again of what it keeps
-        card.app(["page", str(tmp_path / "cards" / "h100"), "--into", str(tmp_path / "cards")])
+    (tmp_path / "cards" / "h100" / "README.md").unlink()
+    with pytest.raises(SystemExit, match=r"^1$"):  # made again of what it keeps
+        card.app(["page", str(tmp_path / "cards" / "h100"), "--into", str(tmp_path / "cards"), "--chip", "h100"])
     assert (tmp_path / "cards" / "h100" / "README.md").read_text() == page
     assert card.cell("a | b " + 2000 * "c" + " d").startswith("a \\| b c") and card.cell(2000 * "c").endswith("c")
 
@@ -116,8 +118,10 @@ def test_what_else_a_run_leaves_counts_too(tmp_path, capsys):
 def test_another_runs_times_are_replaced_only_when_asked(tmp_path, capsys):
     assert made(tmp_path, capsys, bench=BENCH)[0] == 0
     status, printed, page = made(tmp_path, capsys, bench=BENCH | {"environment": WHERE | {"commit": "def"}})
-    assert status == 2 and "has the times of abc" in " ".join(printed.err.split()) and "abc" in page
+    assert status == 2 and "has a run of abc" in " ".join(printed.err.split()) and "abc" in page
+    (tmp_path / "cards" / "h100" / "log.txt").write_text("== first ended with 1 after 3 s\n")  # as of the run of abc
     assert "def" in made(tmp_path, capsys, "--replace")[2]
+    assert not (tmp_path / "cards" / "h100" / "log.txt").exists()
 
 
 def test_a_rehearsal_has_a_folder_of_its_own_and_what_cannot_be_read_is_said(tmp_path, capsys):
