@@ -23,7 +23,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated, Any
 from unittest import mock
 
@@ -37,6 +36,7 @@ from jln._triton.chip import Chip, named_chip
 from jln._triton.target import Recorder, using
 from jln._triton.tile import Tile, next_power_of_2
 from jln._triton.tuning import chip_name
+from machine import version
 from rows import save
 from workloads import WORKLOADS
 
