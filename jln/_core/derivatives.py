@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jln._core.modes import own_modes
 from jln._core.operation import varying_together
-from jln._core.reverse_mode import Parts, Widen, in_reverse_mode
+from jln._core.reverse_mode import Widen, in_reverse_mode
 
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
 STATISTICS = "jln_statistics"
@@ -52,17 +52,13 @@ class Rules:
     gradients: Callable[..., Any]
     tangents: Callable[..., Any] | None = None
 
-    def in_reverse_mode(self, widen: Widen, parts: Parts | None = None) -> Callable[..., Any]:
-        """Return the function `call(settings, operands)`, which has derivatives in reverse mode."""
+    def operator(self, widen: Widen) -> Callable[..., Any]:
+        """Return the differentiable function `operator(settings, operands, forward_mode)`."""
         value, saving, gradients = map(_in_own_modes, (self._value, self._saving, self._gradients))
         reverse = jax.custom_vjp(value, nondiff_argnums=(0,))
         reverse.defvjp(saving, gradients, symbolic_zeros=True)
-        return in_reverse_mode(value, reverse, _in_own_modes(widen), parts)
-
-    def operator(self, widen: Widen, parts: Parts) -> Callable[..., Any]:
-        """Return the differentiable function `operator(settings, operands, forward_mode)`."""
-        once = self.in_reverse_mode(widen, parts)
-        forward = jax.custom_jvp(_in_own_modes(self._value), nondiff_argnums=(0,))
+        once = in_reverse_mode(value, reverse, _in_own_modes(widen))
+        forward = jax.custom_jvp(value, nondiff_argnums=(0,))
         forward.defjvp(_in_own_modes(self._tangents), symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:

@@ -11,23 +11,6 @@ import jax
 import jax.numpy as jnp
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The place of an axis of vmap's examples in all arrays of an operation.
-
-    axis: the same in all of them. batch_dims, settings: of the operation with this axis. written_out: the names of the
-      operands that have a copy for each example where they are shared; others have size 1.
-    implementation: of the operation there, where nobody named one. back: the place to which the axis moves in results.
-    """
-
-    axis: int
-    batch_dims: int
-    settings: Any
-    written_out: frozenset[str] = frozenset()
-    implementation: str | None = None
-    back: int | None = None
-
-
 class Kind(enum.IntEnum):
     """The kinds of dimension, in the order in which they are given mesh axes.
 

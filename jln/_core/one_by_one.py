@@ -8,9 +8,6 @@ these broadcasts before it fuses, but not those behind a fence (`jln._junction.f
 In a loop over the examples there is no such axis, and what a loop writes hides no broadcast. The jaxlibs before and
 after are right, and have no loop. `tests/operators/test_shared_operands.py` has the program without jln that tells them
 apart.
-
-A sum of such a product over an axis that one of the two has is wrong, or NaN, on all jaxlibs from 0.10.2 on. Outside of
-an operation, where all platforms have one formula, `product` has the loop on a CPU alone.
 """
 
 from __future__ import annotations
@@ -59,24 +56,3 @@ def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
         return jax.lax.map(of_one, [a for a, is_shared in zip(leaves, shared, strict=True) if not is_shared])
 
     return call
-
-
-def product(a: jax.Array, b: jax.Array, examples: int) -> jax.Array:
-    """Return `a * b`, on a CPU by a loop over the first axis of examples that has more than one.
-
-    These are the first `examples` axes of `a`, each of size 1 in `b` or the same. XLA would leave no loop of one.
-    """
-    first = next((i for i in range(examples) if a.shape[i] != 1), None)
-    if first is None:
-        return a * b
-
-    def in_a_loop(a: jax.Array, b: jax.Array) -> jax.Array:
-        ones = (0,) * first
-        a, b = a[ones], b[ones]
-        if b.shape[0] != a.shape[0]:
-            made = jax.lax.map(lambda part: part * b[0], a)
-        else:
-            made = jax.lax.map(lambda parts: parts[0] * parts[1], (a, b))
-        return jax.numpy.expand_dims(made, range(first))
-
-    return jax.lax.platform_dependent(a, b, cpu=in_a_loop, default=jax.numpy.multiply)

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jln._core.devices import Context, needs_devices, spreading
 from jln._core.identity import identity
 from jln._core.in_shares import partitioned_in_shares
-from jln._core.layout import Layout, Place, leaves_or_none
+from jln._core.layout import Layout, leaves_or_none
 from jln._core.modes import own_modes
 from jln._core.one_by_one import right_on_cpu
 from jln._core.partitioned import partitioned
@@ -69,8 +69,7 @@ class Operation(Generic[Operands, Results]):
     shapes: from the formula's arguments to the results' shapes and dtypes; by default found by tracing the formula.
     reads: `reads(settings, dtypes)` -> the names of the operands that the wanted results, those with a dtype, are made
       of. For an operation of which not all results may be wanted: the others are not read.
-    in_place: `in_place(operands, axes, settings, dtypes, batch_dims)` -> the `Place` of one more axis of vmap, None
-      where it has to be in front. axes: where it is in each operand, None in one that is shared.
+    rows: the names of operands so large that they stay where they are, if an axis of vmap is not in front of them.
     before_spread: from the operands to those of the same operation in a program that JAX spreads over devices: one sum
       in place of products, of which devices may have shares, so that these are added up once.
     """
@@ -86,13 +85,13 @@ class Operation(Generic[Operands, Results]):
         layout: Callable[..., Layout] | None = None,
         shapes: Callable[..., Results] | None = None,
         reads: Callable[[Any, Results], Container[str]] | None = None,
-        in_place: Callable[..., Place | None] | None = None,
+        rows: Sequence[str] = (),
         before_spread: Callable[[Operands], Operands] | None = None,
     ):
         self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
         self._formula_tpu = formula_tpu or formula
         self._kernels, self._layout, self._shapes, self._reads = kernels, layout, shapes, reads
-        self._in_place, self._before_spread = in_place, before_spread
+        self._rows, self._before_spread = rows, before_spread
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._evaluate)
@@ -176,29 +175,19 @@ class Operation(Generic[Operands, Results]):
             return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
 
     def _batch(self, operands, dims, *, tree, request, implementation, **params):
-        place = None
-        if self._in_place is not None and any(dims):
-            place = self._in_place(tree.unflatten(operands), tree.unflatten(dims), *request.arguments())
-        if place is None:
-            place = Place(0, request.batch_dims + 1, request.settings)
-        size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
-        numbers = tree.unflatten(range(len(operands)))
-        written_out = {i for name in place.written_out for i in jax.tree.leaves(getattr(numbers, name))}
+        """One axis more of vmap, among those in front where that moves no rows."""
+        named = tree.unflatten(dims)
+        place = min(jax.tree.leaves([getattr(named, name) for name in self._rows]), default=0)
+        if place > request.batch_dims:
+            place, implementation = 0, behind_rows(implementation)
 
-        def moved(i: int, a: Any, given: int | None) -> jax.Array:
-            if given is not None:
-                return jnp.moveaxis(a, given, place.axis)
-            shape = list(a.shape)
-            shape.insert(place.axis, size if i in written_out else 1)
-            return jnp.broadcast_to(jnp.expand_dims(a, place.axis), shape)
+        def moved(a: Any, given: int | None) -> jax.Array:
+            return jnp.expand_dims(a, place) if given is None else jnp.moveaxis(a, given, place)
 
-        request = dataclasses.replace(request, settings=place.settings, batch_dims=place.batch_dims)
-        operands = [moved(i, a, d) for i, (a, d) in enumerate(zip(varying_together(operands), dims, strict=True))]
-        implementation = implementation or place.implementation
+        request = dataclasses.replace(request, batch_dims=request.batch_dims + 1)
+        operands = [moved(a, d) for a, d in zip(varying_together(operands), dims, strict=True)]
         results = self._primitive.bind(*operands, tree=tree, request=request, implementation=implementation, **params)
-        if place.back is not None:
-            return [jnp.moveaxis(a, place.axis, place.back) for a in results], [place.back] * len(results)
-        return results, [place.axis] * len(results)
+        return results, [place] * len(results)
 
     def _jvp(self, primals, tangents, *, tree, request, **params):
         """Results by the kernels, tangents by differentiating the formula."""
@@ -324,6 +313,16 @@ class LinearOperation(Operation[Operands, Results]):
             if aval is not None:
                 found[place] = _like(aval, gradient)
         return found
+
+
+def behind_rows(implementation: str | None) -> str:
+    """The implementation for examples that a vmap has put behind rows: XLA reads them where they are."""
+    if implementation == "triton":
+        raise ValueError(
+            "implementation='triton' takes the examples of a vmap in front of the rows, else x would be copied: write "
+            "jnp.moveaxis and in_axes=0, or leave implementation to None, which has XLA read x where it is"
+        )
+    return "xla"
 
 
 def watched_by_checkify(primitive: Primitive) -> None:

@@ -29,7 +29,7 @@ class AlongRows(NamedTuple):
 
 def takes(norm: Norm) -> bool:
     """True where all rows have one scale and one offset."""
-    return not (norm.of_examples or norm.offset_rows)
+    return not norm.has_groups
 
 
 def in_blocks_of_rows(

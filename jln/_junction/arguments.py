@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -79,46 +79,70 @@ def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
     return order[-1] - ndim if _adjacent(order) else -1
 
 
-def arranged(
-    arrays: Arrays, axes: tuple[int, ...], norm: Norm
-) -> tuple[Arrays, Norm, Callable[[jax.Array], jax.Array] | None]:
+def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm) -> tuple[Arrays, Norm | None]:
     """Lay out the user's arrays, but for those of Linears, for the norm's operations.
 
-    Returns the operands; the norm, with the axes of examples; and a function that puts a result's axes of rows back
-    where they were, whatever axes are behind them, None where none has moved.
+    Returns the operands, and the norm with its axes of examples and heads. On these every parameter is written out to
+    x's sizes, as is a row's gate on all axes of rows. None in place of the norm where parameters vary along other axes.
     """
     x, order = arrays.x, sorted(axes)
     normalised = tuple(x.shape[a] for a in axes)
     ndim = x.ndim - len(order) + 1
-    first = ndim + norm.axis
-    last = range(first, first + len(order))
+    h = ndim + norm.axis
+    last = range(h, h + len(order))
 
     def on_one_axis(a: jax.Array) -> jax.Array:
         a = a if _adjacent(order) else jnp.moveaxis(a, order, last)
-        return a.reshape(*a.shape[:first], math.prod(a.shape[i] for i in last), *a.shape[first + len(order) :])
+        return a.reshape(*a.shape[:h], math.prod(a.shape[i] for i in last), *a.shape[h + len(order) :])
 
     def of_same_rank(parameter: jax.Array) -> jax.Array:
         if parameter.shape != normalised:
             return on_one_axis(parameter)
         in_order = parameter.transpose([axes.index(a) for a in order])
-        return in_order.reshape([in_order.size if i == first else 1 for i in range(ndim)])
+        return in_order.reshape([in_order.size if i == h else 1 for i in range(ndim)])
 
     gate = arrays.gate
     if gate is not None and gate.shape != normalised and all(gate.shape[a] == 1 for a in axes):
         arrays = arrays._replace(gate=None, row_gate=gate)
-    operands = Arrays(
-        **{
-            name: on_one_axis(a) if TABLE[name].shape is Shape.ROW else of_same_rank(a)
-            for name, a in arrays._replace(kernel=None, bias=None).present().items()
-        },
-        kernel=arrays.kernel,
-        bias=arrays.bias,
-    )
-    with own_modes():
-        operands, norm, places = _with_examples(operands, norm)
-    if places is None:
-        return operands, norm, None
-    return operands, norm, lambda a: a.transpose(*places, *range(len(places), a.ndim))
+    operands = {
+        name: on_one_axis(a) if TABLE[name].shape is Shape.ROW else of_same_rank(a)
+        for name, a in arrays._replace(kernel=None, bias=None).present().items()
+    }
+    columns = [name for name in operands if TABLE[name].shape is Shape.COLUMN]
+    own = sorted({i for name in columns for i, n in enumerate(operands[name].shape) if i != h and n != 1})
+    examples = next((i for i in range(h) if i not in own), h)
+    heads = norm.axis == -1 and own[examples:] == [h - 1]
+    if len(own) == examples + heads:
+        norm, x = dataclasses.replace(norm, examples=examples, heads=heads), operands["x"]
+        with own_modes():
+            of_groups = [name for name in operands if TABLE[name].shape in (Shape.COLUMN, Shape.ONE)]
+            operands |= {name: written_out(operands[name], x, own) for name in of_groups}
+            if "row_gate" in operands:
+                operands["row_gate"] = written_out(operands["row_gate"], x, [i for i in range(ndim) if i != h])
+        return Arrays(**operands, kernel=arrays.kernel, bias=arrays.bias), norm
+    return Arrays(**operands, kernel=arrays.kernel, bias=arrays.bias), None
+
+
+def no_kernels(arrays: Arrays, axes: tuple[int, ...], norm: Norm | None) -> str | None:
+    """The reason why no kernel takes the user's arrays as they lie, and what to do; None where one may.
+
+    norm: as `arranged` returns it.
+    """
+    x = arrays.x
+    if sorted(axes) != [*range(x.ndim - len(axes), x.ndim)]:
+        return (
+            f"takes rows whose elements lie side by side, and axis={axes} of x {x.shape} are not its last: write "
+            f"jnp.moveaxis(x, {axes}, {tuple(range(-len(axes), 0))}), or leave implementation to None, which has XLA "
+            "read x where it is"
+        )
+    if norm is None:
+        shapes = {name: getattr(arrays, name).shape for name in COLUMNS if getattr(arrays, name) is not None}
+        return (
+            f"takes parameters that vary along x's first axes, or along the one in front of the normalised axis; got "
+            f"{', '.join(f'{name} {shape}' for name, shape in shapes.items())} for x {x.shape}: leave implementation "
+            "to None, which has XLA read them where they are"
+        )
+    return None
 
 
 def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
@@ -136,53 +160,3 @@ def written_out(a: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     shape = tuple(x.shape[i] if i in axes else n for i, n in enumerate(a.shape))
     wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), a.dtype)
     return a if a.shape == shape else jnp.broadcast_to(a.astype(wide), shape)
-
-
-def _along(a: jax.Array | None, h: int) -> set[int]:
-    """The axes of rows along which a parameter varies."""
-    return set() if a is None else {i for i, n in enumerate(a.shape) if i != h and n != 1}
-
-
-def _axes_of_offset_by_row(operands: Arrays, h: int) -> set[int]:
-    """The axes along which an offset varies that is read row by row; none where it is as the other parameters are.
-
-    That is one that varies along an axis along which no other parameter does, if others vary along some, or if it has a
-    copy for each row: with all these axes in the examples there would be few rows in each. A scale cannot be read so,
-    since its gradient is made of more than dy.
-    """
-    own = _along(operands.offset, h)
-    others = set[int]().union(*(_along(getattr(operands, name), h) for name in COLUMNS if name != "offset"))
-    return own if own - others and (others or own == _along(operands.x, h)) else set()
-
-
-def _with_examples(operands: Arrays, norm: Norm) -> tuple[Arrays, Norm, list[int] | None]:
-    """Move the axes along which a parameter varies to where the kernels read them: in front, or together before H.
-
-    They stay where they are if they lie there. On them every parameter is written out to x's sizes, but for an offset
-    that is read row by row, and a row's gate on all axes of rows.
-
-    Returns the operands, the norm, and for each axis of a result where it comes from; None where no axis has moved.
-    """
-    x = operands.x
-    h = x.ndim + norm.axis
-    by_row = sorted(_axes_of_offset_by_row(operands, h))
-    norm = dataclasses.replace(norm, offset_rows=tuple(i - x.ndim for i in by_row))
-    as_it_is = {"kernel": operands.kernel, "bias": operands.bias} | ({"offset": operands.offset} if by_row else {})
-    of_norm = operands._replace(**dict.fromkeys(as_it_is))
-    examples = sorted(set[int]().union(*(_along(getattr(of_norm, name), h) for name in COLUMNS)))
-    if of_norm.row_gate is not None:
-        of_norm = of_norm._replace(row_gate=written_out(of_norm.row_gate, x, [i for i in range(x.ndim) if i != h]))
-    if examples:
-        of_norm = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, x, examples), of_norm)
-    operands = of_norm._replace(**as_it_is)
-    in_front = next((i for i in range(h) if i not in examples), h)
-    interleaved = len(examples) - in_front
-    end = examples[-1] + 1 if interleaved and norm.axis == -1 else h
-    if examples == [*range(in_front), *range(end - interleaved, end)]:
-        return operands, dataclasses.replace(norm, examples=in_front, interleaved=interleaved, behind=h - end), None
-    order = examples + [i for i in range(x.ndim) if i not in examples]
-    by_row = tuple(order.index(i) - x.ndim for i in by_row)
-    norm = dataclasses.replace(norm, axis=order.index(h) - x.ndim, examples=len(examples), offset_rows=by_row)
-    of_norm = jax.tree.map(lambda a: a.transpose(order), operands._replace(kernel=None, bias=None))
-    operands = of_norm._replace(kernel=operands.kernel, bias=operands.bias)
-    return operands, norm, sorted(range(x.ndim), key=order.__getitem__)

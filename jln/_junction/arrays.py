@@ -8,9 +8,8 @@ What the operators do with an array follows from its line: its dimensions and it
 which gradients are sums over rows, what is kept for the backward pass, and what is dead code.
 
 Inside of an operation the first `batch_dims` axes are vmap's: on them any operand may have size 1 instead of the
-batch's, results always have the batch's, and gradients are not summed over them. The next `examples` axes, and the
-`interleaved` ones with `behind` axes of rows between them and H, are as vmap's, but every operand has their sizes; not
-so an offset that is read row by row, which has 1 on all axes along which it does not vary.
+batch's, results always have the batch's, and gradients are not summed over them. The next `examples` axes, and that of
+heads in front of H, are as vmap's, but every operand has their sizes.
 """
 
 import dataclasses
@@ -26,9 +25,9 @@ class Shape(enum.Enum):
     """The shapes that an array can have, beside that of x."""
 
     ROW = "[*lead, H, *inner], as x"
-    COLUMN = "[1, ..., H, ..., 1], with the sizes of x on the axes of examples, or on an offset's own"
+    COLUMN = "[1, ..., H, ..., 1], with the sizes of x on the axes of examples and heads"
     NUMBER = "[*lead, 1, *inner]"
-    ONE = "[1, ..., 1], with the sizes of x on the axes of examples"
+    ONE = "[1, ..., 1], with the sizes of x on the axes of examples and heads"
     BLOCK = "[*lead, H / 32]"
     PRODUCT = "[*lead, *features], one for each Linear"
     KERNEL = "[H, *features], one for each Linear"
@@ -154,72 +153,30 @@ class Switches(NamedTuple):
 class Norm:
     """A norm, in all that is static about it.
 
-    axis: negative. examples: how many of the first axes are those of examples with parameters of their own.
-      interleaved: how many axes of examples lie further behind. behind: how many axes of rows are between these and the
-      normalised one, which then is the last. copies: how many axes in front scale and offset have that rows lack, and
-      that y has, too. The operations know of none: they are beside them, in jnp.
-      offset_rows: the axes, negative, along which an offset varies that is read row by row. Its gradient is made beside
-      the operations, which only ask whether there are any. both_sides: whether x is normalised too, in front of the
-      sum. remat: whether gradients are made of what total is made of, not of total and of statistics that were kept.
-      blocks: the name of the dtype for whose numbers blocks have their scales; "" where there are no blocks.
+    axis: negative; kernels take -1 alone. examples: how many of the first axes are those of examples with parameters of
+      their own. heads: whether the axis in front of H, which is the last then, has parameters of its own, too.
+      both_sides: whether x is normalised too, in front of the sum. remat: whether gradients are made of what total is
+      made of, not of total and of statistics that were kept. blocks: the name of the dtype for whose numbers blocks
+      have their scales; "" where there are no blocks.
     """
 
     axis: int
     epsilon: float
     switches: Switches
     examples: int = 0
-    interleaved: int = 0
-    behind: int = 0
-    copies: int = 0
-    offset_rows: tuple[int, ...] = ()
+    heads: bool = False
     both_sides: bool = False
     remat: bool = False
     blocks: str = ""
 
     @property
-    def of_examples(self) -> bool:
-        return self.examples + self.interleaved > 0
+    def has_groups(self) -> bool:
+        """True where some rows have other parameters than others."""
+        return self.examples > 0 or self.heads
 
-    def axes_of_examples(self, ndim: int, batch_dims: int) -> list[int]:
-        """The axes of examples of arrays with `ndim` axes, vmap's included."""
-        end = ndim + self.axis - self.behind
-        return [*range(batch_dims + self.examples), *range(end - self.interleaved, end)]
-
-    def with_rows(self, axis: int, ndim: int, batch_dims: int) -> "Norm | None":
-        """The norm of arrays with one more axis, of rows like any other; None where no kernel takes them there.
-
-        axis: its place in arrays that had `ndim` axes, not before vmap's.
-        """
-        in_front, h = batch_dims + self.examples, ndim + self.axis
-        end = h - self.behind
-        if axis > h:
-            return None if self.behind else self._moved(axis, ndim, axis=self.axis - 1)
-        if in_front <= axis <= end - self.interleaved:
-            return self._moved(axis, ndim)
-        if self.interleaved:
-            has_rows_behind = axis >= end and self.axis == -1
-            return self._moved(axis, ndim, behind=self.behind + 1) if has_rows_behind else None
-        if axis > batch_dims or (in_front < h and self.axis != -1):
-            return None
-        return self._moved(axis, ndim, examples=0, interleaved=self.examples, behind=h - in_front)
-
-    def with_examples(self, axis: int, ndim: int, batch_dims: int) -> "Norm | None":
-        """The norm of arrays with one more axis, of examples; None where no kernel takes them there.
-
-        axis: as of `with_rows`.
-        """
-        h = ndim + self.axis
-        end = h - self.behind if self.interleaved else axis
-        if axis <= batch_dims + self.examples:
-            return self._moved(axis, ndim, examples=self.examples + 1)
-        if not end - self.interleaved <= axis <= end <= h or (end < h and self.axis != -1):
-            return None
-        return self._moved(axis, ndim, interleaved=self.interleaved + 1, behind=h - end)
-
-    def _moved(self, place: int, ndim: int, **changes: Any) -> "Norm":
-        """The norm with these changes, of arrays with one more axis at that place."""
-        offset_rows = tuple(i - (ndim + i < place) for i in self.offset_rows)
-        return dataclasses.replace(self, offset_rows=offset_rows, **changes)
+    def axes_of_groups(self, ndim: int, batch_dims: int) -> list[int]:
+        """The axes of vmap, examples and heads of arrays with `ndim` axes."""
+        return [*range(batch_dims + self.examples), *[ndim - 2] * self.heads]
 
     def sizes(self, shape: Shape, x: Sequence[int], batch_dims: int) -> tuple[int, ...]:
         """The sizes of an array of that shape beside an x of these sizes, vmap's axes included."""
@@ -228,8 +185,8 @@ class Norm:
             return tuple(x)
         if shape is Shape.BLOCK:
             return (*x[:-1], x[-1] // BLOCK)
-        of_examples = {*self.axes_of_examples(len(x), batch_dims)}
-        own = {Shape.COLUMN: {*of_examples, h}, Shape.ONE: of_examples}.get(shape, {*range(len(x))} - {h})
+        of_groups = {*self.axes_of_groups(len(x), batch_dims)}
+        own = {Shape.COLUMN: {*of_groups, h}, Shape.ONE: of_groups}.get(shape, {*range(len(x))} - {h})
         return tuple(n if i in own else 1 for i, n in enumerate(x))
 
 
@@ -318,9 +275,3 @@ def reads_of_results(results: Arrays) -> set[str]:
     """The names of the operands that the wanted results, those with a dtype, are made of."""
     wanted = [name for name, dtype in results.present().items() if jax.tree.leaves(dtype)]
     return {operand for name in wanted for operand in TABLE[name].made_of}
-
-
-def columns_of(norm: Norm, names: Iterable[str]) -> set[str]:
-    """The names of arrays that have a copy for each example of the norm: not of an offset that is read row by row."""
-    columns = {name for name in names if TABLE[name].shape in (Shape.COLUMN, Shape.ONE)}
-    return columns - {"offset"} if norm.offset_rows else columns

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
+from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, only_rows_differ, varying_together
 from jln._junction import along_rows as of_rows
 from jln._junction import arrays, formulas, gradients
@@ -24,22 +25,19 @@ from jln._junction.eight_bits import LARGEST_EXPONENT, largest
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
 from jln._junction.linears.tiles import keeps_product
-from jln._junction.operations import along_rows, backward_in_one, forward, forward_in_one, norms_by, pulled_by_norm
-from jln._junction.parts import in_parts
-from jln._junction.wider import widened
+from jln._junction.operations import along_rows, backward, backward_in_one, forward, forward_in_one, norms_by
+from jln._junction.vmaps import sum_examples_as_rows
 
 
 def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     """The results, and the statistics that are to be kept."""
     norm, total = junction.norm, None if operands.residual is None else arrays.total_dtype(operands)
     dtypes = arrays.statistics_dtypes(operands, norm, keeps)._replace(y=junction.y_dtype, total=total)
-    if norm.copies:
-        return _outcome_of_copies(junction, operands, dtypes)
     if operands.kernel is None:
         if junction.eight_bits:
             return _normed_in_eight_bits(junction, operands, dtypes)
         return forward(operands, norm, dtypes, implementation=junction.implementation)
-    products = tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel)
+    products = linears.product_dtypes(operands)
     if junction.eight_bits:
         z = _normed_in_eight_bits(junction, operands._replace(kernel=None, bias=None), dtypes)
         y = eight_bits.forward(z, operands, junction, products)
@@ -54,18 +52,6 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
         return linears.forward(operands, junction, dtypes, 0, norms=norms_by(junction.implementation))
     results = forward_in_one(operands, junction, dtypes, implementation=junction.implementation)
     return results._replace(y=tuple(checkpoint_name(y, PRODUCT) for y in results.y))
-
-
-def _outcome_of_copies(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
-    """The results with several scales and offsets for each row. XLA makes y, in what reads it where it can."""
-    norm = dataclasses.replace(junction.norm, copies=0)
-    wanted = arrays.statistics_dtypes(operands, norm, KEPT)._replace(total=dtypes.total)
-    of_one = operands._replace(scale=None, offset=None)
-    outcome = forward(of_one, norm, wanted, implementation=junction.implementation)
-    made = operands.x if outcome.total is None else outcome.total, outcome.mean, outcome.rstd
-    total, mean, rstd = jax.tree.map(lambda a: jnp.expand_dims(a, range(junction.norm.copies)), made)
-    y = formulas.scaled(total, operands.scale, operands.offset, mean, rstd, norm)
-    return outcome._replace(y=y.astype(dtypes.y))
 
 
 def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
@@ -239,8 +225,10 @@ def _pulled_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: 
 
 def _pulled_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
     how: Any = {"implementation": junction.implementation, "batch_dims": batch_dims}
+    if not jax.tree.leaves(dtypes):  # y was only added to
+        return Arrays()
     if not junction.features:
-        return pulled_by_norm(operands, junction.norm, dtypes, **how)
+        return backward(operands, junction.norm, dtypes, **how)
 
     def of_used(parameters: Any) -> Any:
         """The parameters, with None for those of a product that was not used: they have no part in the gradients."""
@@ -262,7 +250,7 @@ def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arra
         pulled = gradients.of_total_alone(saved, dtotal, junction.norm, dtypes, batch_dims)
     else:
         by = norms_by(junction.implementation)
-        norm = dataclasses.replace(junction.norm, copies=0)
+        norm = junction.norm
         if norm.remat:
             saved, norm = gradients.made_again(saved, norm, dtypes, batch_dims, by.forward)
         pulled = gradients.of_branch_alone(dtotal, saved, norm, dtypes, batch_dims, by.backward)
@@ -322,4 +310,24 @@ def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
     return batched_like(jnp.broadcast_to(dy, y.shape), y).astype(y.dtype)
 
 
-operator = Rules(_value, _saving, _gradients, _tangents).operator(widened, in_parts)
+operator = Rules(_value, _saving, _gradients, _tangents).operator(sum_examples_as_rows)
+
+
+def in_plain_jnp(junction: Junction, operands: Arrays) -> Arrays:
+    """The results with parameters along axes of which the operations know nothing: JAX differentiates the formulas.
+
+    Raises ValueError for results in eight bits, whose gradients are the operations'.
+    """
+    if junction.eight_bits:
+        raise ValueError("quantize= takes parameters that vary along x's first axes, or along the one in front of H")
+
+    def of_operands(operands: Arrays) -> Arrays:
+        total = None if operands.residual is None else arrays.total_dtype(operands)
+        dtypes = Arrays(y=junction.y_dtype, total=total)
+        if operands.kernel is None:
+            return _results(junction, operands, formulas.forward(operands, junction.norm, dtypes, 0))
+        dtypes = dtypes._replace(y=linears.product_dtypes(operands))
+        return _results(junction, operands, linears.forward(operands, junction, dtypes, 0))
+
+    with own_modes():
+        return (jax.checkpoint(of_operands) if junction.norm.remat else of_operands)(operands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +16,12 @@ from jln._triton.chip import Chip
 from jln._triton.tile import Tile, ceil_div
 
 
-class Interleaved(NamedTuple):
-    """The groups whose rows lie interleaved, and the rows of a group that lie together, as the kernels take them."""
-
-    groups: int
-    run: int
-
-
-class ByRow(NamedTuple):
-    """The columns of an offset that is read row by row, as the kernels find them.
-
-    step: how far apart the columns of a row lie. terms: for each axis along which the offset varies how many rows of x
-      are behind it, its size, and the step from one to the next in the offset.
-    """
-
-    step: int
-    terms: tuple[int, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The layout of rows for the kernels: `[*batch, *lead, *examples, H, *inner]` as `[groups, rows, H]`.
+    """The layout of rows for the kernels: `[*batch, *lead, H]` as `[groups, rows, H]`, or of heads next to H.
 
-    The elements of a row lie `inner` apart. batch: the sizes of vmap's axes, of which there are `batch_dims`, and of
-    those of examples in front. grouped: whether these axes are groups; else they are rows like any other.
+    batch: the sizes of vmap's axes, of which there are `batch_dims`, and of those of examples. grouped: whether these
+    axes are groups; else they are rows like any other. Heads are groups in any case.
     """
 
     norm: Norm
@@ -50,42 +32,15 @@ class Geometry:
 
     @property
     def h(self) -> int:
-        return self.shape[self.norm.axis]
+        return self.shape[-1]
 
     @property
-    def inner(self) -> int:
-        return math.prod(self.shape[len(self.shape) + self.norm.axis + 1 :])
-
-    @property
-    def interleaved(self) -> Interleaved:
-        """The groups that lie interleaved, and the rows that lie together: those side by side, or behind the groups."""
-        h = len(self.shape) + self.norm.axis
-        end = h - self.norm.behind
-        groups = math.prod(self.shape[end - self.norm.interleaved : end])
-        return Interleaved(groups, self.inner if self.inner > 1 else math.prod(self.shape[end:h]))
+    def heads(self) -> int:
+        return self.shape[-2] if self.norm.heads else 1
 
     @property
     def groups(self) -> int:
-        return (math.prod(self.batch) if self.grouped else 1) * self.interleaved.groups
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The kernels' constexprs."""
-        return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved}
-
-    def by_row(self, offset: jax.Array | None) -> ByRow | None:
-        """The way rows find their columns of an offset that is read row by row; None of one that is not."""
-        if offset is None or not self.norm.offset_rows:
-            return None
-        h, terms = len(self.shape) + self.norm.axis, []
-        rows, step = 1, 1  # behind axis i: rows of x, and elements of the offset
-        for i in reversed(range(len(self.shape))):
-            n = offset.shape[i]
-            if i != h and n > 1:
-                terms += [rows, n, step]
-            rows *= 1 if i == h else self.shape[i]
-            step *= n
-        return ByRow(math.prod(offset.shape[h + 1 :]), tuple(terms))
+        return (math.prod(self.batch) if self.grouped else 1) * self.heads
 
     @property
     def rows(self) -> int:
@@ -93,10 +48,7 @@ class Geometry:
 
     def tiles(self, tile: Tile) -> int:
         """The number of tiles of rows in a group, the same as of `tiles_of` in the kernels."""
-        run = self.interleaved.run
-        if run == 1:
-            return ceil_div(self.rows, tile.rows)
-        return self.rows // run * ceil_div(run, tile.rows)
+        return ceil_div(self.rows, tile.rows)
 
     def programs(self, tile: Tile) -> int:
         """The number of programs, one for each tile of rows. Raises ValueError where no grid has so many."""
@@ -124,8 +76,8 @@ class Geometry:
 def geometry_of(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = False) -> Geometry:
     """The layout of these operands for the kernels.
 
-    The axes of vmap, and those of examples in front, become rows like any other where no operand is shared on them, no
-    parameter varies and no sum over rows is wanted.
+    The axes of vmap, and those of examples, become rows like any other where no operand is shared on them, no parameter
+    varies and no sum over rows is wanted.
 
     Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
     """
@@ -134,15 +86,14 @@ def geometry_of(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = 
     batches = {name: a.shape[:in_front] for name, a in arrays.items()}
     batch: Any = jnp.broadcast_shapes(*batches.values())
     x = next(a for name, a in arrays.items() if TABLE[name].shape is Shape.ROW)
-    shape = batch + x.shape[in_front:]
-    if shape[norm.axis] >= tiles.LONGEST_ROW:
+    if x.shape[-1] >= tiles.LONGEST_ROW:
         raise ValueError(
-            f"x of shape {x.shape} is normalised over {shape[norm.axis]} elements, and the Triton kernels take fewer "
+            f"x of shape {x.shape} is normalised over {x.shape[-1]} elements, and the Triton kernels take fewer "
             f"than {tiles.LONGEST_ROW}: use implementation='xla'"
         )
     of_columns = (Shape.COLUMN, Shape.ONE)
     plain = all(math.prod(b) == 1 if TABLE[n].shape in of_columns else b == batch for n, b in batches.items())
-    return Geometry(norm, shape, batch, batch_dims, grouped=has_sums or not plain)
+    return Geometry(norm, batch + x.shape[in_front:], batch, batch_dims, grouped=has_sums or not plain)
 
 
 def shared_operands(operands: Arrays, geometry: Geometry) -> tuple[Any, Arrays]:
@@ -150,16 +101,17 @@ def shared_operands(operands: Arrays, geometry: Geometry) -> tuple[Any, Arrays]:
 
     An operand that is shared over some batch axes and not over others is written out over all of them.
     """
+    if not geometry.grouped:
+        return () if geometry.norm.heads else None, operands
     shared, ready = [], {}
     for name, operand in operands.present().items():
-        if geometry.grouped and not (name == "offset" and geometry.norm.offset_rows):
-            batch = operand.shape[: len(geometry.batch)]
-            if batch != geometry.batch and math.prod(batch) == 1:
-                shared.append(name)
-            elif batch != geometry.batch:
-                operand = jnp.broadcast_to(operand, geometry.batch + operand.shape[len(batch) :])
+        batch = operand.shape[: len(geometry.batch)]
+        if batch != geometry.batch and math.prod(batch) == 1:
+            shared.append(name)
+        elif batch != geometry.batch:
+            operand = jnp.broadcast_to(operand, geometry.batch + operand.shape[len(batch) :])
         ready[name] = operand
-    return tuple(shared) if geometry.grouped or geometry.norm.interleaved else None, Arrays(**ready)
+    return tuple(shared), Arrays(**ready)
 
 
 def element_sizes(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jln._core.one_by_one import product
 from jln._junction.arrays import (
     DY,
     TABLE,
@@ -169,43 +168,6 @@ def dtype_in_memory(dtype: DTypeLike) -> str:
     return jnp.dtype(dtype if jnp.dtype(dtype) == jnp.bfloat16 else compute_dtype(dtype)).name
 
 
-def of_copies(operands: Arrays, norm: Norm, dtypes: Arrays) -> tuple[Arrays, Arrays]:
-    """The gradients of scale and offset where rows share several of them, and the cotangent of the one x_hat.
-
-    Returns the operands of the norm without parameters, for the other gradients that are wanted, and these two.
-    """
-    dy, total = operands.dy, operands.total
-    dtype = compute_dtype(dy.dtype if total is None else total.dtype)
-    own = {*range(norm.copies), *norm.axes_of_examples(dy.ndim, norm.copies), dy.ndim + norm.axis}
-    rows = [i for i in range(dy.ndim) if i not in own]
-    gradients: dict[str, Array] = {}
-    if dtypes.offset is not None:
-        gradients["offset"] = jnp.sum(wide(dy, jnp.promote_types(dtype, dtypes.offset)), rows, keepdims=True)  # (5)
-    if dtypes.scale is not None:
-        assert total is not None
-        x_hat = centered(total, operands.mean) * operands.rstd
-        x_hat = jnp.expand_dims(x_hat, range(norm.copies))
-        gradients["scale"] = jnp.sum(product(wide(dy, dtype), x_hat, norm.copies), rows, keepdims=True)  # (6)
-    others = dtypes._replace(scale=None, offset=None).present().values()
-    if others:
-        g = wide(dy, dtype)
-        if operands.scale is not None:
-            g = product(g, jnp.asarray(effective_scale(operands.scale, dtype, norm)), norm.copies)  # (7)
-        g = jnp.sum(g, range(norm.copies))
-        widest = functools.reduce(jnp.promote_types, others, dy.dtype)
-        kept = dtype_in_memory(dtype if dtype == jnp.float64 else widest)
-        operands = operands._replace(dy=g.astype(kept), scale=None, offset=None)
-    return operands, in_dtypes(Arrays(**gradients), dtypes.only(gradients), ())
-
-
-def of_offset_by_row(dy: Array, norm: Norm, dtype: DTypeLike, batch_dims: int) -> Array:
-    """Term (5) of an offset that is read row by row, a sum over the axes along which it does not vary."""
-    own = {*range(batch_dims), *(dy.ndim + i for i in (*norm.offset_rows, norm.axis))}
-    others = [i for i in range(dy.ndim) if i not in own]
-    dtypes = jnp.promote_types(compute_dtype(dy.dtype), dtype)
-    return jnp.sum(dy.astype(dtypes), others, keepdims=True).astype(dtype)  # (5)
-
-
 def made_again(
     operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, forward: Callable[..., Arrays]
 ) -> tuple[Arrays, Norm]:
@@ -288,7 +250,7 @@ def of_branch_alone(
     h_axes: MeshAxes = (),
 ) -> Arrays:
     """Terms (26), (27), (35) and (36) from the cotangent of total, the norm of x by a call of `backward`."""
-    of_x = dataclasses.replace(norm, both_sides=False, offset_rows=())
+    of_x = dataclasses.replace(norm, both_sides=False)
     wanted = Arrays(x=dtypes.x, scale=dtypes.x_scale, offset=dtypes.x_bias)
     gates = dtypes.only(("gate", "row_gate")).present()
     gradients = {}
@@ -310,7 +272,7 @@ def of_branch_alone(
 
 def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:
     """A function that sums over the rows, but not over the examples."""
-    others = {*norm.axes_of_examples(ndim, batch_dims), ndim + norm.axis}
+    others = {*norm.axes_of_groups(ndim, batch_dims), ndim + norm.axis}
     rows = [i for i in range(ndim) if i not in others]
     return functools.partial(jnp.sum, axis=rows, keepdims=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from typing import Any
 
@@ -21,6 +20,7 @@ from jln._junction.arrays import (
     SCALE_OF,
     Arrays,
     Norm,
+    Shape,
     reads_of_results,
     total_dtype,
 )
@@ -38,7 +38,6 @@ from jln._junction.geometry import (
 from jln._junction.gradients import backward_of_two, made_again, with_one_dy
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
-from jln._junction.kernels.side_by_side import side_by_side_kernel
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import ceil_div
@@ -52,13 +51,13 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
     moved = element_sizes(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
-    alone = {*operands.present()} <= {"x", "residual", "scale", "offset"} and not norm.offset_rows
+    alone = {*operands.present()} <= {"x", "residual", "scale", "offset"}
     parameters = tuple(a.dtype.itemsize for a in (operands.scale, operands.offset) if a is not None and alone)
-    tile = tiles.forward(g.h, g.inner, *moved, target, parameters, operands.residual is not None)
-    if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
+    tile = tiles.forward(g.h, *moved, target, parameters, operands.residual is not None)
+    if norm.both_sides and tile.columns < g.h:
         one = functools.partial(forward, target=target)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)
-    persistent = tile.stages > 1 and tile.columns >= g.h and not norm.offset_rows
+    persistent = tile.stages > 1 and tile.columns >= g.h
     shared, ready = shared_operands(operands, g)
     written = launch(
         target,
@@ -68,10 +67,10 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         programs=g.persistent_programs(tile, target.chip) if persistent else g.programs(tile),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
-        **g.constants,
+        H=g.h,
+        HEADS=g.heads,
         VECTOR=vector(pointed(forward_kernel, ready), results.present()),
         SHARED=shared,
-        OFFSET=g.by_row(operands.offset),
         NORM=norm.switches,
         BOTH_SIDES=norm.both_sides,
         PERSISTENT=persistent,
@@ -113,15 +112,15 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     if plan is None:
         one = functools.partial(backward, target=target)
         return backward_of_two(with_one_dy(operands), norm, dtypes, batch_dims, one)
-    if operands.dy2 is not None and (plan.side_by_side or plan.tile.columns < g.h):  # each would be read twice
+    if operands.dy2 is not None and plan.tile.columns < g.h:  # each would be read twice
         operands = with_one_dy(operands)
         plan = plan_of(operands)
         assert plan is not None
-    if norm.remat and not (g.inner == 1 and plan.tile.columns >= g.h):  # no tile has a row's statistics
+    if norm.remat and plan.tile.columns < g.h:  # no tile has a row's statistics
         operands = operands._replace(x=operands.total if operands.x is None else operands.x)
         return backward(*_again(operands, norm, dtypes, batch_dims, target), dtypes, batch_dims, target)
     shared, ready = shared_operands(operands, g)
-    constants = {**g.constants, "SHARED": shared, "NORM": norm.switches}
+    constants = {"H": g.h, "HEADS": g.heads, "SHARED": shared, "NORM": norm.switches}
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
     if plan.sums is not None and pulls:
@@ -138,8 +137,8 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
             **constants,
         )
 
-    assert plan.sums or plan.side_by_side or plan.tile.columns >= g.h or not pulls, "nobody makes c1 and c2"
-    tile, chunks = plan.tile, 1 if plan.side_by_side else g.chunks(plan.tile)
+    assert plan.sums or plan.tile.columns >= g.h or not pulls, "nobody makes c1 and c2"
+    tile, chunks = plan.tile, g.chunks(plan.tile)
     programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))  # as few as make the same number of trips
@@ -153,33 +152,24 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     if results.row_gate is not None:
         of_chunks = jax.ShapeDtypeStruct((chunks, *results.row_gate.shape), compute)
         by_program = by_program._replace(row_gate=of_chunks)
-    kernel, statistics, made = backward_kernel, c1_and_c2, {"y": y}
-    if plan.side_by_side:
-        kernel, statistics, made = side_by_side_kernel, {}, {}
-        constants["VECTOR"] = vector(pointed(kernel, ready), results.present())
-    else:
-        constants |= {
-            "PULLS": pulls,
-            "OFFSET": g.by_row(operands.offset),
-            "VECTOR": vector(pointed(kernel, ready), results.present()),
-            "EPSILON": norm.epsilon if norm.remat else None,
-            "TOTAL": jnp.dtype(total) if norm.remat else None,
-        }
     written = launch(
         target,
-        kernel,
-        {**pointed(kernel, ready), **statistics, "rows": g.rows, "groups": g.groups},
-        {**pointed_gradients(kernel, by_program), "shares": shares, **made},
+        backward_kernel,
+        {**pointed(backward_kernel, ready), **c1_and_c2, "rows": g.rows, "groups": g.groups},
+        {**pointed_gradients(backward_kernel, by_program), "shares": shares, "y": y},
         programs=g.groups * programs * chunks,
         tile=tile,
         compute=compute,
         in_place={"dy": "y"} if overwrites_dy else {},
+        VECTOR=vector(pointed(backward_kernel, ready), results.present()),
         SUMS=tuple(f"d{name}" for name in sums),
+        PULLS=pulls,
+        EPSILON=norm.epsilon if norm.remat else None,
+        TOTAL=jnp.dtype(total) if norm.remat else None,
         **constants,
     )
-    gradients: dict[str, Any] = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written} | {
-        "y": written.get("y")
-    }
+    gradients: dict[str, Any] = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written}
+    gradients["y"] = written["y"]
     if results.row_gate is not None:
         gradients["row_gate"] = jnp.sum(gradients["row_gate"], axis=0).astype(dtypes.row_gate)
     if shares is not None:
@@ -234,7 +224,7 @@ def _backward_plan(
     rows += [results.y, results.residual, results.z, results.x_z]
     if g.norm.both_sides:
         of_branch = (results.x, results.x_scale, results.gate, results.row_gate)
-        if g.inner != 1 or all(a is None for a in of_branch):  # then the norm's kernel is all
+        if all(a is None for a in of_branch):  # then the norm's kernel is all
             return None
         moved = element_sizes(*rows, results.x)
         how = {"centred": g.norm.switches.subtract_mean, "gated": operands.gated}
@@ -245,27 +235,21 @@ def _backward_plan(
     more = max(0, len(sums) - 2) + sum(a is not None for a in gates)
     if operands.x_z is not None:
         more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
-    sizes = (g.h, g.inner, *element_sizes(*rows))
     by_tile = [*operands.only((*DY, "dtotal", "total", "x", "residual", "z", "x_z")).present()]
     of_columns = [*operands.only(("x_bias", "gate")).present()]
     if operands.total is None and operands.gated:  # made again, and so is what is gated
         by_tile, of_columns = [*by_tile, "x"], 2 * of_columns
     if results.y is not None and operands.offset is not None:
-        (by_tile if g.norm.offset_rows else of_columns).append("offset")
-    plan = tiles.backward(
-        *sizes,
+        of_columns.append("offset")
+    return tiles.backward(
+        g.h,
+        *element_sizes(*rows),
         results.y is not None,
         target,
         beside=len(dy) - 1 + (operands.dtotal is not None),
         more=more,
         reads=(len(by_tile), len(of_columns)),
     )
-    of_norm = {*sums} <= {"scale", "offset"} and operands.x is None and not operands.gated and results.y is None
-    if g.inner > 1 and plan.sums is not None and pulls and of_norm:
-        read = 2 + sum(a is not None for a in (operands.z, operands.x_z))
-        tile = tiles.side_by_side(*sizes, read, target.chip)
-        return plan if tile is None else tiles.BackwardPlan(tile, None, side_by_side=True)
-    return plan
 
 
 def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
@@ -285,15 +269,9 @@ def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: 
 
 def _doffset(dy: jax.Array, norm: Norm, batch_dims: int, dtype: DTypeLike) -> jax.Array:
     """The sum doffset alone, for which XLA reads `dy` once: of the rank of `dy`, with 1 on the axes of rows."""
-    own = {*norm.axes_of_examples(dy.ndim, batch_dims), dy.ndim + norm.axis}
-    rows = [i for i in range(dy.ndim) if i not in own]
-    shape = [n if i in own else 1 for i, n in enumerate(dy.shape)]
-    if norm.axis == -1 and not norm.behind:  # the columns of all groups that lie interleaved side by side
-        columns = math.prod(shape[dy.ndim - 1 - norm.interleaved :])
-        sums = column_sums(dy.reshape(*dy.shape[: batch_dims + norm.examples], -1, columns), dtype)
-    else:
-        sums = jnp.sum(dy.astype(_sum_dtype(dy, dtype)), axis=rows).astype(dtype)
-    return sums.reshape(shape)
+    columns = dy.shape[-1] * (dy.shape[-2] if norm.heads else 1)
+    sums = column_sums(dy.reshape(*dy.shape[: batch_dims + norm.examples], -1, columns), dtype)
+    return sums.reshape(norm.sizes(Shape.COLUMN, dy.shape, batch_dims))
 
 
 # Rows that are added up at once. XLA alone would leave a share for every 64 to 128: 6 of the 1720 MB that

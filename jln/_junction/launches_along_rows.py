@@ -35,7 +35,7 @@ def along_rows(operands: Arrays, settings: AlongRows, dtypes: Arrays, batch_dims
         programs=g.groups * ceil_div(blocks, tile.rows // BLOCK) * g.chunks(tile),
         tile=tile,
         compute=jnp.dtype("float32"),
-        **g.constants,
+        H=g.h,
         VECTOR=vector(read, results),
         SHARED=shared,
         TRANSPOSED=settings.transposed,

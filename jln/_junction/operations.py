@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
-
-import jax
 
 from jln._core.operation import Operation
 from jln._junction import along_rows as of_rows
 from jln._junction import arrays, formulas, gradients, shapes
-from jln._junction.arrays import Arrays, Norm
+from jln._junction.arrays import TABLE, Arrays, Shape
 from jln._junction.linears import formulas as linears
-from jln._junction.wider import in_place
 from jln._triton.target import kernels
 
 
@@ -42,6 +38,8 @@ def _of_features(function: Any) -> Any:
     )
 
 
+_ROWS = [name for name, array in TABLE.items() if array.shape is Shape.ROW]
+
 forward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_forward",
     formulas.forward,
@@ -51,7 +49,7 @@ forward: Operation[Arrays, Arrays] = Operation(
     layout=shapes.layout,
     shapes=shapes.result_shapes,
     reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
-    in_place=in_place,
+    rows=_ROWS,
 )
 backward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_backward",
@@ -62,7 +60,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     layout=shapes.layout,
     shapes=shapes.result_shapes,
     reads=arrays.reads_of_gradients,
-    in_place=in_place,
+    rows=_ROWS,
     before_spread=gradients.with_one_dy,
 )
 forward_in_one: Operation[Arrays, Arrays] = Operation(
@@ -74,6 +72,7 @@ forward_in_one: Operation[Arrays, Arrays] = Operation(
     layout=_of_features(shapes.layout),
     shapes=_of_features(shapes.result_shapes),
     reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
+    rows=_ROWS,
 )
 backward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_backward",
@@ -84,6 +83,7 @@ backward_in_one: Operation[Arrays, Arrays] = Operation(
     layout=_of_features(shapes.layout),
     shapes=_of_features(shapes.result_shapes),
     reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
+    rows=_ROWS,
 )
 column_sums: Operation[Arrays, Arrays] = Operation(
     "jln_column_sums",
@@ -100,34 +100,12 @@ along_rows: Operation[Arrays, Arrays] = Operation(
     formula_cpu=of_rows.formula_cpu,
     kernels=kernels(lambda: _launches_along_rows().along_rows),
     layout=of_rows.layout,
+    rows=_ROWS,
 )
-
-
-def pulled_by_norm(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, *, implementation: Any) -> Arrays:
-    """The norm's backward operation.
-
-    Beside it are gradients of what it does not read: of parameters in copies, and of an offset that is read row by row.
-    """
-    if norm.copies:
-        operands, beside = gradients.of_copies(operands, norm, dtypes)
-        of_one = dataclasses.replace(norm, copies=0)
-        pulled = pulled_by_norm(
-            operands, of_one, dtypes._replace(scale=None, offset=None), batch_dims, implementation=implementation
-        )
-        return pulled._replace(**beside.present())
-    doffset = None
-    if norm.offset_rows and dtypes.offset is not None:
-        operands = gradients.with_one_dy(operands)
-        doffset = gradients.of_offset_by_row(operands.dy, norm, dtypes.offset, batch_dims)
-        dtypes = dtypes._replace(offset=None)
-    pulled = Arrays()
-    if jax.tree.leaves(dtypes):
-        pulled = backward(operands, norm, dtypes, batch_dims, implementation=implementation)
-    return pulled if doffset is None else pulled._replace(offset=doffset)
 
 
 def norms_by(implementation: str | None) -> linears.Norms:
     """The norm's operations by themselves, for the products around them."""
     how = {"implementation": implementation}
-    operations = (forward, pulled_by_norm, column_sums, along_rows)
+    operations = (forward, backward, column_sums, along_rows)
     return linears.Norms(*(functools.partial(operation, **how) for operation in operations))

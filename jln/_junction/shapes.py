@@ -26,7 +26,7 @@ def layout(
 
     def dims(name: str) -> Any:
         kind = TABLE[name].shape
-        of_examples = norm.axes_of_examples(ndim, batch_dims)
+        of_examples = norm.axes_of_groups(ndim, batch_dims)
         of_x = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
         if features is not None and (kind in _OF_LINEAR or name in ("y", "dy")):
             return _dims_of_linears(kind, tuple(of_x[:-1]), features, batch_dims)
@@ -36,7 +36,7 @@ def layout(
     def result(name: str) -> Any:
         kind, of = TABLE[name].shape, dims(name)
         if features is not None and (kind in _OF_LINEAR or name == "y"):
-            over_rows = (Kind.ROW, Kind.BATCH) if norm.of_examples else (Kind.ROW,)
+            over_rows = (Kind.ROW, Kind.BATCH) if norm.has_groups else (Kind.ROW,)
             return tuple(Result(d, *([over_rows, True] if pulls else [])) for d in of)
         over_features = (Kind.FEATURE,) if pulls and features is not None else ()
         is_sum = pulls and kind is Shape.COLUMN

@@ -20,8 +20,8 @@ FORWARD_ELEMENTS = 16
 BACKWARD_ELEMENTS = 16
 
 
-def _per_thread(elements: int, h: int, inner: int, itemsize: int, mixed: bool) -> int:
-    easy = aligned(h, inner, itemsize) and not mixed
+def _per_thread(elements: int, h: int, itemsize: int, mixed: bool) -> int:
+    easy = aligned(h, itemsize) and not mixed
     return elements // (1 if easy else 2) // (4 if itemsize == 8 else 1)
 
 
@@ -30,46 +30,33 @@ def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_pe
     return Tile(rows, columns, warps, stages, programs_per_core)
 
 
-def _side_by_side(columns: int, inner: int, itemsize: int, limit: int) -> int:
-    """The rows that a tile takes where rows are neighbours in memory: a 128-byte line, if `columns` leave room."""
-    return min(128 // itemsize, next_power_of_2(inner), max(1, limit // columns))
-
-
-def forward_tile(h: int, inner: int, itemsize: int, mixed: bool = False) -> Tile:
+def forward_tile(h: int, itemsize: int, mixed: bool = False) -> Tile:
     """The tile of `forward_kernel`: whole rows while they fit, chunks of wider ones.
 
-    h: row length. inner: distance between a row's elements. itemsize: bytes of the widest element moved. mixed: whether
-    the arrays of rows have several dtypes.
+    h: row length. itemsize: bytes of the widest element moved. mixed: whether the arrays of rows have several dtypes.
     """
     columns = next_power_of_2(h)
-    per_thread = _per_thread(FORWARD_ELEMENTS, h, inner, itemsize, mixed)
-    if inner == 1:
-        if per_thread == FORWARD_ELEMENTS and columns <= 32 * 32 * per_thread:
-            # These tiles take the fewest instructions, which in 16 bits may take longer than memory. With 8 elements a
-            # thread they took 0.99, 1.39 and 0.98 of the time in which an H200 moves the bytes, at H = 128, 768 and
-            # 1024. With these tiles they take 0.47, 0.66 and 0.51 (`python tests/executed/table.py bfloat16`), as many
-            # elements share a thread's scale, offset and addresses. A row of up to 1024 elements is one warp's, so that
-            # nothing passes through shared memory. Where warps come round more than once, as for 768 of 1024 columns,
-            # the compiler leaves out a round that has no columns.
-            if columns <= 512:
-                return _tile(4096 // itemsize // columns, columns, 128 // itemsize)
-            return _tile(1, columns, 32 if columns <= 1024 else 64 // itemsize)
-        if columns <= 1024 and mixed and itemsize < 8 and aligned(h, inner, itemsize):
-            # A row is one warp's here too. With 8 elements a thread two warps had a row of 256 of bfloat16 and float32,
-            # of which a thread takes 4 together (`VECTOR`), and issued for 0.39 of the time that the bytes take; this
-            # is 0.23, and 0.26 for 0.40 at H = 768. Registers are 41 to 89 of the 128 that 16 such warps may have.
-            return _tile(max(1, 512 // columns), columns, 32 if columns == 1024 else 16)
-        if columns <= 1024:
-            return _tile(1024 // columns, columns, min(8, per_thread))
-        if columns <= 32 * 32 * per_thread:
-            return _tile(1, columns, per_thread)
-        return _tile(1, 256 * per_thread, per_thread // 2)
-    limit = 256 * per_thread  # what 8 warps hold, which may have twice the registers of 16
-    rows = _side_by_side(columns, inner, itemsize, limit)
-    if rows * itemsize < 32 and rows < inner:  # a tile would have less than a sector of each line
-        rows = _side_by_side(1, inner, itemsize, limit)
-        columns = 1024 // rows
-    return _tile(rows, columns, per_thread)
+    per_thread = _per_thread(FORWARD_ELEMENTS, h, itemsize, mixed)
+    if per_thread == FORWARD_ELEMENTS and columns <= 32 * 32 * per_thread:
+        # These tiles take the fewest instructions, which in 16 bits may take longer than memory. With 8 elements a
+        # thread they took 0.99, 1.39 and 0.98 of the time in which an H200 moves the bytes, at H = 128, 768 and
+        # 1024. With these tiles they take 0.47, 0.66 and 0.51 (`python tests/executed/table.py bfloat16`), as many
+        # elements share a thread's scale, offset and addresses. A row of up to 1024 elements is one warp's, so that
+        # nothing passes through shared memory. Where warps come round more than once, as for 768 of 1024 columns,
+        # the compiler leaves out a round that has no columns.
+        if columns <= 512:
+            return _tile(4096 // itemsize // columns, columns, 128 // itemsize)
+        return _tile(1, columns, 32 if columns <= 1024 else 64 // itemsize)
+    if columns <= 1024 and mixed and itemsize < 8 and aligned(h, itemsize):
+        # A row is one warp's here too. With 8 elements a thread two warps had a row of 256 of bfloat16 and float32,
+        # of which a thread takes 4 together (`VECTOR`), and issued for 0.39 of the time that the bytes take; this
+        # is 0.23, and 0.26 for 0.40 at H = 768. Registers are 41 to 89 of the 128 that 16 such warps may have.
+        return _tile(max(1, 512 // columns), columns, 32 if columns == 1024 else 16)
+    if columns <= 1024:
+        return _tile(1024 // columns, columns, min(8, per_thread))
+    if columns <= 32 * 32 * per_thread:
+        return _tile(1, columns, per_thread)
+    return _tile(1, 256 * per_thread, per_thread // 2)
 
 
 def along_rows(h: int, itemsize: int) -> Tile:
@@ -87,17 +74,13 @@ class BackwardPlan:
     """A plan for dx, dscale and doffset.
 
     tile: of `backward_kernel`. sums: the tile of `row_sums_kernel`, or None where `backward_kernel` adds up the rows.
-    side_by_side: whether `side_by_side_kernel` takes the tile, a chunk of its rows.
     """
 
     tile: Tile
     sums: Tile | None
-    side_by_side: bool = False
 
 
-def backward_plan(
-    h: int, inner: int, itemsize: int, mixed: bool = False, *, more: int = 0, crammed: bool = False
-) -> BackwardPlan:
+def backward_plan(h: int, itemsize: int, mixed: bool = False, *, more: int = 0, crammed: bool = False) -> BackwardPlan:
     """The plan of the backward pass for rows of length h.
 
     Whole rows stay in registers while 16 warps can hold them; beyond that there is a pass for the row sums, then
@@ -114,8 +97,8 @@ def backward_plan(
     Half as many elements, where y is made again, took 45 in rows of 1024 by two rows and four programs of 4 warps, and
     55 by eight rows and one program of 16.
     """
-    columns, easy = next_power_of_2(h), aligned(h, inner, itemsize)
-    per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
+    columns, easy = next_power_of_2(h), aligned(h, itemsize)
+    per_thread = _per_thread(BACKWARD_ELEMENTS, h, itemsize, mixed)
     of_sums = per_thread  # `row_sums_kernel` holds none of what `more` counts
     if easy and not mixed and (more > 2 or (more and (columns <= 4096 or itemsize == 4))):
         # With 16 elements a thread the kernel spilled up to 40 bytes with the sum for x's bias (8 where 16 warps hold
@@ -126,67 +109,19 @@ def backward_plan(
     elif easy and mixed and not more and columns == 8192 and itemsize == 4:
         per_thread *= 2
     limit = 512 * per_thread
-    stages = 2 if easy and (inner == 1 or (columns <= 4096 and not mixed)) else 1
-    if inner == 1:
+    stages = 2 if easy else 1
+    if columns <= limit:
         rows = max(1, (limit if columns > 2048 else 128 * per_thread) // columns)
-        whole = columns <= limit
-    else:
-        rows = _side_by_side(columns, inner, itemsize, limit // 2)
-        whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
-    if whole:
-        crowded = inner > 1 or (not easy and itemsize < 8)
+        crowded = not easy and itemsize < 8
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
         return BackwardPlan(dataclasses.replace(tile, programs_per_core=max(1, min(4, 16 // tile.warps))), None)
-    if inner == 1:  # a tile has as much of some rows as 16 warps hold
-        each = per_thread if easy else max(1, per_thread // 2)
-        columns = min(4096, 512 * each)
-        tile = _tile(512 * each // columns, columns, each, stages)
-        ahead = {2: 3, 4: 2}.get(itemsize, 1) if easy else 1  # stages, for which an L4 has room
-        return BackwardPlan(tile, _tile(max(1, of_sums // 8), 2048, of_sums, ahead))
-    rows = _side_by_side(1, inner, itemsize, limit)
-    # A thread has as few elements as one load takes, so that many warps hide the latency.
-    narrow = max(per_thread // 4, 16 // itemsize if easy and not mixed else 1)
-    tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_core=4)
-    return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
-
-
-def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip: Chip) -> Tile | None:
-    """The tile of `side_by_side_kernel`: a chunk of whole rows, which lie `inner` side by side.
-
-    None where caches cannot hold the rows; where less than a sector, 32 bytes, lies side by side, as so few rows may
-    have more sums than registers (three rows of 8192 elements spilled 384 bytes on an H200); and in float64, which
-    spills beside a gate. read: how many arrays of rows are read twice.
-
-    Rows of 64 bytes side by side, half of a line, whose other half a neighbour takes at the same time; 32 bytes, a
-    sector, where two programs an SM would have more than 200 KB to read again. That is what L1 has room for, and 26 MB
-    of L2 for all SMs of an H200. A program of 16 warps has longer rows, up to as much.
-
-    What it is worth, for 32 rows of 768 in bfloat16, by an H200's 4.8 TB/s of memory and about 5.5 of L2: 98 KB are
-    read and 49 written once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again
-    from L1, or, if none of it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three
-    chunks in flight, 49 KB an SM; with four 384 columns spill 8 bytes, and with three of several dtypes 3000 columns 40
-    on a B200. Of three arrays two chunks are as much.
-
-    A thread has 16 bytes of a chunk, and 8 where rows do not start on 16 bytes and each element has an address of its
-    own. There 2048 columns, 49 rows side by side, spilled 200 bytes on an A100, and 312 with a gate in front; with 8
-    bytes a thread and three chunks of three arrays still 40. With two 2083 columns behind a gate spill 48 on an A100,
-    up to 1800 at most 16; one chunk would spill none, and have 12 KB an SM in flight.
-    """
-    if itemsize > 4 or inner * itemsize < 32 or chip.is_amd:
-        return None
-    rows = min(64 // itemsize, next_power_of_2(inner))
-    of_row = read * h * itemsize
-    while rows * of_row > 100_000 and rows * itemsize > 32:
-        rows //= 2
-    again = rows * of_row
-    if again > 200_000:
-        return None
-    programs = 1 if again > 100_000 else 2
-    warps = 16 // programs
-    of_thread = 16 if aligned(h, inner, itemsize) else 8
-    stages = 2 if mixed or read > 2 else 3
-    return Tile(rows, warps * 32 * of_thread // itemsize // rows, warps, stages, programs)
+    # A tile has as much of some rows as 16 warps hold.
+    each = per_thread if easy else max(1, per_thread // 2)
+    columns = min(4096, 512 * each)
+    tile = _tile(512 * each // columns, columns, each, stages)
+    ahead = {2: 3, 4: 2}.get(itemsize, 1) if easy else 1  # stages, for which an L4 has room
+    return BackwardPlan(tile, _tile(max(1, of_sums // 8), 2048, of_sums, ahead))
 
 
 # Bytes that an SM should read ahead, of all its programs, by at least three stages. On an H200, whose latency times
@@ -228,7 +163,7 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
     spill 16 bytes at most, in 4 up to 136, and LayerNorms with a gate 88 in 3.
     """
     columns = next_power_of_2(h)
-    easy = aligned(h, 1, itemsize)
+    easy = aligned(h, itemsize)
     if mixed and (itemsize == 8 or columns <= 2048):  # fetched ahead, some of these would spill up to 24 bytes
         easy = False
     if not easy:
@@ -270,17 +205,17 @@ def reduce_tile(h: int, shares: int | None = None) -> Tile:
 
 
 def forward(
-    h: int, inner: int, itemsize: int, mixed: bool, target: Target, parameters: tuple[int, ...] = (), adds: bool = False
+    h: int, itemsize: int, mixed: bool, target: Target, parameters: tuple[int, ...] = (), adds: bool = False
 ) -> Tile:
     """The tile of `forward_kernel`: as measured where x, scale and offset are all it reads, else by `forward_tile`.
 
     parameters: the bytes of a column's scale and offset where no more is read than x, and a residual if it `adds`.
     """
-    alone = inner == 1 and parameters and not (mixed or adds)
+    alone = parameters and not (mixed or adds)
     if alone and (tiles := tuning.entries(target.chip).get(("forward", h, itemsize))):
         return _with_room(tiles[0], itemsize, (1, 0), target.chip)
-    tile = forward_tile(h, inner, itemsize, mixed)
-    easy = inner == 1 and aligned(h, inner, itemsize) and not mixed and not target.chip.is_amd
+    tile = forward_tile(h, itemsize, mixed)
+    easy = aligned(h, itemsize) and not mixed and not target.chip.is_amd
     if parameters and easy and 1024 <= tile.columns >= h and tile.warps <= 16:
         return _persistent(tile, itemsize, parameters, adds, target.chip)
     return tile
@@ -306,7 +241,6 @@ def _persistent(tile: Tile, itemsize: int, parameters: tuple[int, ...], adds: bo
 
 def backward(
     h: int,
-    inner: int,
     itemsize: int,
     mixed: bool,
     wants_y: bool,
@@ -321,13 +255,12 @@ def backward(
     beside: how many cotangents `backward_kernel` reads beside dy. reads: as of `read_ahead`.
     """
     crammed = wants_y and beside > 0 and itemsize == 4
-    plan = backward_plan(h, inner, itemsize, mixed, more=more, crammed=crammed)
-    if inner == 1 and not (mixed or more or beside or wants_y):
+    plan = backward_plan(h, itemsize, mixed, more=more, crammed=crammed)
+    if not (mixed or more or beside or wants_y):
         tiles = tuning.entries(target.chip).get(("backward", h, itemsize))
         if tiles is not None:
             tile, *sums = (_with_room(tile, itemsize, reads, target.chip) for tile in tiles)
             return BackwardPlan(tile, sums[0] if sums else None)
     if plan.tile.stages > 1:
-        fetched = read_ahead if inner == 1 else _with_room
-        plan = dataclasses.replace(plan, tile=fetched(plan.tile, itemsize, reads, target.chip))
+        plan = dataclasses.replace(plan, tile=read_ahead(plan.tile, itemsize, reads, target.chip))
     return plan

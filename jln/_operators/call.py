@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._junction.arguments import Axis, arranged, checked, norm_of, on_several_axes
+from jln._junction.arguments import Axis, arranged, checked, no_kernels, norm_of, on_several_axes
 from jln._junction.arrays import SCALE_OF, Arrays, Junction
-from jln._junction.derivatives import operator
+from jln._junction.derivatives import in_plain_jnp, operator
 from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
 from jln._operators.eight_bits import Kind, made, settings
@@ -104,17 +104,15 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         return results._replace(**scales, y_max=PartitionSpec() if scales else None)
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
-        operands, norm, back = arranged(arrays, axes, junction.norm)
-        settled = dataclasses.replace(junction, norm=norm)
-        if back is not None and junction.norm.axis != -1 and junction.implementation is None:
-            # XLA reads moved axes where they were. For kernels x and its gradient would be transposed, and the results.
+        operands, norm = arranged(arrays, axes, junction.norm)
+        settled = dataclasses.replace(junction, norm=norm or junction.norm)
+        if (reason := no_kernels(arrays, axes, norm)) is not None:
+            if junction.implementation == "triton":
+                raise ValueError(f"implementation='triton' {reason}")
             settled = dataclasses.replace(settled, implementation="xla")
         if junction.features:
             settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
-        results = operator(settled, operands, forward_mode)
-        if back is not None:
-            moved = results.only((*_OF_ROWS, "block_scale", "mean", "rstd")).present()
-            results = results._replace(**jax.tree.map(back, moved))
+        results = in_plain_jnp(settled, operands) if norm is None else operator(settled, operands, forward_mode)
         like_x = results.only(("total",) if junction.features else _OF_ROWS)
         like_x = jax.tree.map(lambda a: on_several_axes(a, arrays.x.shape, axes), like_x)
         return results._replace(**like_x.present())

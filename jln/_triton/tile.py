@@ -61,6 +61,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def aligned(h: int, inner: int, itemsize: int) -> bool:
-    """True where every row, or every group of rows that lie side by side, starts on 16 bytes."""
-    return (h if inner == 1 else inner) * itemsize % 16 == 0
+def aligned(h: int, itemsize: int) -> bool:
+    """True where every row of h elements starts on 16 bytes."""
+    return h * itemsize % 16 == 0

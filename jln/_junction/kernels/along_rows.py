@@ -6,7 +6,7 @@ The numbers in brackets are the equations of `jln._junction.formulas` and of `jl
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import columns_at, columns_from, group_of, numbers_at, rows_at
+from jln._junction.kernels.addresses import columns_at, columns_from, group_of, rows_at
 from jln._junction.kernels.eight_bits import inverse_of, rounded, scales_of
 from jln._junction.kernels.terms import load_offset, load_scale, load_total, load_vector, normed
 
@@ -26,8 +26,6 @@ def along_rows_kernel(
     y_ptr,  # [G, blocks * 32, H], or [G, H, blocks * 32]
     block_scale_ptr,  # [G, blocks, H], or [G, H, blocks]
     H: tl.constexpr,
-    INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -49,20 +47,20 @@ def along_rows_kernel(
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     group, program = group_of(tl.program_id(0), ((blocks - 1) // of_tile + 1) * chunks, SHARED)
     block = tl.cast(program // chunks, tl.int64) * of_tile
-    column, _, exists = columns_from(program % chunks * BLOCK_H, H, INNER, VECTOR, BLOCK_H)
+    column, exists = columns_from(program % chunks * BLOCK_H, H, VECTOR, BLOCK_H)
     local = tl.arange(0, BLOCK_ROWS)
     local = local // 4 % of_tile * 32 + local % 4 * 8 + local // (of_tile * 4)
     valid = local < tl.minimum(rows - block * 32, BLOCK_ROWS).to(tl.int32)
     step = local.to(tl.int64 if BLOCK_ROWS * H >= 2**31 else tl.int32) * H
 
-    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
-    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
-    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
-    added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    x_ptr = rows_at(x_ptr, "x", group, rows, H, SHARED, base=block * (32 * H))
+    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, SHARED, base=block * (32 * H))
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, SHARED, base=block * (32 * H))
+    added_ptr = rows_at(added_ptr, "added", group, rows, H, SHARED, base=block * (32 * H))
+    mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED)
+    rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, SHARED)
     at, mask = step[:, None] + column[None, :], valid[:, None] & exists[None, :]
     x = load_total(
         x_ptr, x_z_ptr, None, None, None, None, None, at, mask, column, exists, x_ptr.dtype.element_ty, COMPUTE
@@ -71,7 +69,7 @@ def along_rows_kernel(
     rstd = load_vector(rstd_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-    offset = load_offset(offset_ptr, column, exists, None, COMPUTE)
+    offset = load_offset(offset_ptr, column, exists, COMPUTE)
     y = normed(x_hat, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
     if RAGGED:
         y = tl.where(valid[:, None], y, 0.0)

@@ -8,18 +8,16 @@ import triton.language as tl
 
 from jln._junction.kernels.addresses import (
     columns_at,
-    columns_by_row,
     columns_from,
     contains,
-    group_and_tile,
     group_of,
-    numbers_at,
     position,
     rows_at,
     rows_of,
+    tile_from,
     tiles_of,
 )
-from jln._junction.kernels.row_terms import load_row_terms, pulled_back, row_sums, store_sum
+from jln._junction.kernels.row_terms import load_row_terms, pulled_back, store_sum
 from jln._junction.kernels.terms import (
     affine,
     gated,
@@ -45,8 +43,7 @@ def row_sums_kernel(
     c1_ptr,  # [G, rows]
     c2_ptr,  # [G, rows]
     H: tl.constexpr,
-    INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
     VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
@@ -56,38 +53,48 @@ def row_sums_kernel(
     STAGES: tl.constexpr,
 ):
     """Compute c1 and c2, one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
-    group, tile = group_and_tile(tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), SHARED, INTERLEAVED)
-    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
-    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
-    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
-    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
-    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
+    group, tile = group_of(tl.program_id(0), tiles_of(rows, BLOCK_ROWS), SHARED, HEADS)
+    row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS, HEADS)
+    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, SHARED, HEADS)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, SHARED, HEADS)
+    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, SHARED, HEADS)
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, SHARED, HEADS)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED, HEADS)
+    mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED, HEADS)
+    rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED, HEADS)
 
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-    c1, c2 = row_sums(
-        dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-        H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H, STAGES,
-    )  # fmt: skip
+    c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
+        column, exists, at, mask = tile_from(first, start, valid, H, VECTOR, BLOCK_H)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        _, x_hat, scaled, _, _ = load_row_terms(
+            dy, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
+        )
+        c1 += scaled
+        c2 = tl.fma(scaled, x_hat, c2)
+    c1 = tl.sum(c1, axis=1) * (1.0 / H)  # (7)
+    c2 = tl.sum(c2, axis=1) * (1.0 / H)  # (8)
 
-    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INTERLEAVED, SHARED)
+    c1_ptr = rows_at(c1_ptr, "c1", group, rows, 1, SHARED, HEADS)
     if c1_ptr is not None:
         tl.store(c1_ptr + row, c1, mask=valid)
-    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INTERLEAVED, SHARED)
+    c2_ptr = rows_at(c2_ptr, "c2", group, rows, 1, SHARED, HEADS)
     tl.store(c2_ptr + row, c2, mask=valid)
 
 
 @triton.jit
 def _of_norm_alone(
     dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, at, mask, column, exists,
-    SUMS: tl.constexpr, OFFSET: tl.constexpr, COMPUTE: tl.constexpr,
+    SUMS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The norm's own sums over rows, and its output once more."""
     if y_ptr is not None:
-        offset = load_offset(offset_ptr, column, exists, OFFSET, COMPUTE)
+        offset = load_offset(offset_ptr, column, exists, COMPUTE)
         y = affine(x_hat, scale, offset)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if contains(SUMS, "dscale"):
@@ -109,7 +116,7 @@ def backward_kernel(
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]; where there is none it is made again, as is mean: then a row fits in BLOCK_H
-    offset_ptr,  # [G, H], or a copy for some rows each, by OFFSET; for y alone
+    offset_ptr,  # [G, H]; for y alone
     x_ptr,  # [G, rows, H]; for total, for the gates' gradients, and through a norm of x
     residual_ptr,  # [G, rows, H]; for total alone
     x_bias_ptr,  # [G, H]; for total, and for the gates' gradients
@@ -135,13 +142,11 @@ def backward_kernel(
     shares_ptr,  # [SUMS, G, programs, H]; where there are several
     y_ptr,  # [G, rows, H]
     H: tl.constexpr,
-    INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
     VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     PULLS: tl.constexpr,
-    OFFSET: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
     NORM: tl.constexpr,
@@ -165,37 +170,36 @@ def backward_kernel(
     # No argument: given a 1, the compiler would know the loop's step, with which it spilled. A step of 0 had no end.
     programs = tl.maximum(of_all // groups, 1)
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
-    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dy2_ptr = rows_at(dy2_ptr, "dy2", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dy3_ptr = rows_at(dy3_ptr, "dy3", group, rows, H, INNER, INTERLEAVED, SHARED)
-    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
-    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
-    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
-    if OFFSET is None:
-        offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
-    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INTERLEAVED, SHARED)
-    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INTERLEAVED, SHARED)
-    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED)
-    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED)
-    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
-    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
-    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INTERLEAVED, SHARED)
-    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
-    x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INTERLEAVED, SHARED)
-    x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INTERLEAVED, SHARED)
-    drow_gate_ptr = numbers_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, INTERLEAVED, SHARED)
-    dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dx_z_ptr = rows_at(dx_z_ptr, "dx_z", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dresidual_ptr = rows_at(dresidual_ptr, "dresidual", group, rows, H, INNER, INTERLEAVED, SHARED)
-    y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, SHARED, HEADS)
+    dy2_ptr = rows_at(dy2_ptr, "dy2", group, rows, H, SHARED, HEADS)
+    dy3_ptr = rows_at(dy3_ptr, "dy3", group, rows, H, SHARED, HEADS)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, SHARED, HEADS)
+    rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED, HEADS)
+    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, SHARED, HEADS)
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, SHARED, HEADS)
+    dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, SHARED, HEADS)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED, HEADS)
+    mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED, HEADS)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, SHARED, HEADS)
+    c1_ptr = rows_at(c1_ptr, "c1", group, rows, 1, SHARED, HEADS)
+    c2_ptr = rows_at(c2_ptr, "c2", group, rows, 1, SHARED, HEADS)
+    x_ptr = rows_at(x_ptr, "x", group, rows, H, SHARED, HEADS)
+    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, SHARED, HEADS)
+    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, SHARED, HEADS)
+    gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED, HEADS)
+    row_gate_ptr = rows_at(row_gate_ptr, "row_gate", group, rows, 1, SHARED, HEADS)
+    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, SHARED, HEADS)
+    x_mean_ptr = rows_at(x_mean_ptr, "x_mean", group, rows, 1, SHARED, HEADS)
+    x_rstd_ptr = rows_at(x_rstd_ptr, "x_rstd", group, rows, 1, SHARED, HEADS)
+    drow_gate_ptr = rows_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, 1, SHARED, HEADS)
+    dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, SHARED, HEADS)
+    dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, SHARED, HEADS)
+    dx_z_ptr = rows_at(dx_z_ptr, "dx_z", group, rows, H, SHARED, HEADS)
+    dresidual_ptr = rows_at(dresidual_ptr, "dresidual", group, rows, H, SHARED, HEADS)
+    y_ptr = rows_at(y_ptr, "y", group, rows, H, SHARED, HEADS)
 
     # What the program keeps over all its tiles.
-    column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, VECTOR, BLOCK_H)
+    column, exists = columns_from(chunk * BLOCK_H, H, VECTOR, BLOCK_H)
     if x_rstd_ptr is None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
@@ -204,9 +208,9 @@ def backward_kernel(
     dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dx_scale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
 
-    for tile in tl.range(program, tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), programs, num_stages=STAGES):
-        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
-        at = start[:, None] + step[None, :]
+    for tile in tl.range(program, tiles_of(rows, BLOCK_ROWS), programs, num_stages=STAGES):
+        row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS, HEADS)
+        at = start[:, None] + column[None, :]
         mask = valid[:, None] & exists[None, :]
 
         # The rows' statistics, and their sums where the tile does not hold all that they are of.
@@ -215,10 +219,6 @@ def backward_kernel(
         if PULLS and BLOCK_H < H:
             c1 = load_vector(c1_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-
-        of_rows_ptr = offset_ptr
-        if OFFSET is not None:
-            of_rows_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
 
         # What y is made of, which dscale and doffset are made of, too.
         if x_rstd_ptr is not None:  # held beside two norms, it would spill
@@ -249,8 +249,8 @@ def backward_kernel(
 
         if x_rstd_ptr is not None:  # dy and x_hat, held through the norm of x, would spill
             dscale, doffset = _of_norm_alone(
-                dy, x_hat, scale, dscale, doffset, y_ptr, of_rows_ptr, base + at, mask, column, exists,
-                SUMS, OFFSET, COMPUTE,
+                dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, base + at, mask, column, exists,
+                SUMS, COMPUTE,
             )  # fmt: skip
 
         # The cotangent of total, and through the gates that of x.
@@ -278,7 +278,7 @@ def backward_kernel(
                 u *= x_rstd[:, None]  # (32)
                 if contains(SUMS, "dgate") or drow_gate_ptr is not None:
                     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-                    branch = affine(u, x_scale, load_offset(x_bias_ptr, column, exists, None, COMPUTE))
+                    branch = affine(u, x_scale, load_offset(x_bias_ptr, column, exists, COMPUTE))
             elif x_ptr is not None:
                 branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
             if contains(SUMS, "dgate"):
@@ -307,8 +307,8 @@ def backward_kernel(
 
         if x_rstd_ptr is None:
             dscale, doffset = _of_norm_alone(
-                dy, x_hat, scale, dscale, doffset, y_ptr, of_rows_ptr, base + at, mask, column, exists,
-                SUMS, OFFSET, COMPUTE,
+                dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, base + at, mask, column, exists,
+                SUMS, COMPUTE,
             )  # fmt: skip
 
     # The program's shares.

@@ -1,12 +1,9 @@
 """The norms' forward kernel, with or without a sum, gates, silu and a norm of x before it is added, by constexprs.
 
-Every kernel of the norms sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is
-the last one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS`
-of these. `G` counts the groups that vmap put in front, and the examples that have parameters of their own. Where
-examples differ in axes behind rows, `groups` of them lie as `[G / groups, rows / run, groups, run, H]`, a run of each
-in turn: INTERLEAVED has both numbers, 1 otherwise. SHARED names the operands that have one copy for all groups, and is
-None where there is only one group. An operand that is absent, and a result that nobody wants, is None for the compiler.
-OFFSET is None but for an offset that varies along other axes than groups do, whose columns each row finds by it.
+Every kernel of the norms sees `x` as `[G, rows, H]`. G counts the groups that vmap put in front, and the examples that
+have parameters of their own. HEADS next to H, with parameters of their own, are groups whose rows take turns; else it
+is 1. SHARED names the operands that have one copy for all groups, and is None where there is only one group. An operand
+that is absent, and a result that nobody wants, is None for the compiler.
 
 The numbers in brackets are the equations of `jln._junction.formulas`.
 """
@@ -16,10 +13,8 @@ import triton.language as tl
 
 from jln._junction.kernels.addresses import (
     columns_at,
-    columns_by_row,
     columns_from,
-    group_and_tile,
-    numbers_at,
+    group_of,
     rows_at,
     rows_of,
     tile_from,
@@ -58,7 +53,7 @@ def _load_total_of_normed(
     if x_bias_ptr is None and gate_ptr is None and row_gate_ptr is None:
         total = tl.fma(u, x_scale[None, :], residual)  # (33)
     else:
-        branch = affine(u, x_scale, load_offset(x_bias_ptr, column, exists, None, COMPUTE))
+        branch = affine(u, x_scale, load_offset(x_bias_ptr, column, exists, COMPUTE))
         total = gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual  # (33)
     return total.to(TOTAL), x_mean, x_rstd
 
@@ -74,20 +69,20 @@ def _add(total, excess, term):
 @triton.jit
 def _statistics_of_chunks(
     x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
-    H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr,
+    H: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr,
     TOTAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The mean and rstd of rows wider than BLOCK_H.
 
     Every chunk has its own two-pass mean and sum of squares, and those of the chunks are merged by the formula of Chan,
-    Golub and LeVeque (1979), which loses nothing when the mean is large. Nor do the thousands of chunks that rows side
-    by side may have, by compensated sums.
+    Golub and LeVeque (1979), which loses nothing when the mean is large. Nor do many
+    chunks, by compensated sums.
     """
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     squares = tl.zeros([BLOCK_ROWS], COMPUTE)
     mean_excess, squares_excess = squares, squares
     for first in range(0, H, BLOCK_H):
-        column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
+        column, exists, at, mask = tile_from(first, start, valid, H, VECTOR, BLOCK_H)
         x = load_total(
             x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
             TOTAL, COMPUTE,
@@ -146,7 +141,7 @@ def forward_kernel(
     row_gate_ptr,  # [G, rows]
     x_scale_ptr,  # [G, H]
     scale_ptr,  # [G, H]
-    offset_ptr,  # [G, H]; or a copy for some rows each, by OFFSET
+    offset_ptr,  # [G, H]
     added_ptr,  # [G, rows, H]
     y_scale_ptr,  # [G]
     y2_scale_ptr,  # [G]
@@ -164,11 +159,9 @@ def forward_kernel(
     x_mean_ptr,  # [G, rows]
     x_rstd_ptr,  # [G, rows]
     H: tl.constexpr,
-    INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
     VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
-    OFFSET: tl.constexpr,
     NORM: tl.constexpr,
     BOTH_SIDES: tl.constexpr,
     PERSISTENT: tl.constexpr,
@@ -190,55 +183,49 @@ def forward_kernel(
     reads them ahead, and holds scale and offset: rows then fit in BLOCK_H.
     """
     programs = tl.maximum(tl.num_programs(0) // groups, 1)
-    group, program = group_and_tile(programs, SHARED, INTERLEAVED)
-    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
-    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
-    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INTERLEAVED, SHARED)
-    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    if OFFSET is None:
-        offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
-    y_scale_ptr = columns_at(y_scale_ptr, "y_scale", group, 1, INTERLEAVED, SHARED)
-    y2_scale_ptr = columns_at(y2_scale_ptr, "y2_scale", group, 1, INTERLEAVED, SHARED)
-    y3_scale_ptr = columns_at(y3_scale_ptr, "y3_scale", group, 1, INTERLEAVED, SHARED)
-    y_max_ptr = numbers_at(y_max_ptr, "y_max", group, rows, INTERLEAVED, SHARED)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
-    x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INTERLEAVED, SHARED)
-    x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INTERLEAVED, SHARED)
+    group, program = group_of(tl.program_id(0), programs, SHARED, HEADS)
+    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, SHARED, HEADS)
+    gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED, HEADS)
+    row_gate_ptr = rows_at(row_gate_ptr, "row_gate", group, rows, 1, SHARED, HEADS)
+    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, SHARED, HEADS)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED, HEADS)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, SHARED, HEADS)
+    y_scale_ptr = columns_at(y_scale_ptr, "y_scale", group, 1, SHARED, HEADS)
+    y2_scale_ptr = columns_at(y2_scale_ptr, "y2_scale", group, 1, SHARED, HEADS)
+    y3_scale_ptr = columns_at(y3_scale_ptr, "y3_scale", group, 1, SHARED, HEADS)
+    y_max_ptr = rows_at(y_max_ptr, "y_max", group, rows, 1, SHARED, HEADS)
+    rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED, HEADS)
+    mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED, HEADS)
+    x_rstd_ptr = rows_at(x_rstd_ptr, "x_rstd", group, rows, 1, SHARED, HEADS)
+    x_mean_ptr = rows_at(x_mean_ptr, "x_mean", group, rows, 1, SHARED, HEADS)
 
     if PERSISTENT:
-        column, _, exists = columns_from(0, H, INNER, VECTOR, BLOCK_H)
+        column, exists = columns_from(0, H, VECTOR, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        offset = load_offset(offset_ptr, column, exists, OFFSET, COMPUTE)
+        offset = load_offset(offset_ptr, column, exists, COMPUTE)
 
-    end = tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS) if PERSISTENT else program + 1
+    end = tiles_of(rows, BLOCK_ROWS) if PERSISTENT else program + 1
     for tile in tl.range(program, end, programs if PERSISTENT else 1, num_stages=STAGES if PERSISTENT else 1):
-        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
-        of_x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-        of_x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-        of_z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-        of_residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-        of_total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-        of_rows_ptr = offset_ptr
-        if OFFSET is not None:
-            of_rows_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
-        of_added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-        of_y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-        of_y2_ptr = rows_at(y2_ptr, "y2", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-        of_y3_ptr = rows_at(y3_ptr, "y3", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS, HEADS)
+        of_x_ptr = rows_at(x_ptr, "x", group, rows, H, SHARED, HEADS, base)
+        of_x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, SHARED, HEADS, base)
+        of_z_ptr = rows_at(z_ptr, "z", group, rows, H, SHARED, HEADS, base)
+        of_residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, SHARED, HEADS, base)
+        of_total_ptr = rows_at(total_ptr, "total", group, rows, H, SHARED, HEADS, base)
+        of_added_ptr = rows_at(added_ptr, "added", group, rows, H, SHARED, HEADS, base)
+        of_y_ptr = rows_at(y_ptr, "y", group, rows, H, SHARED, HEADS, base)
+        of_y2_ptr = rows_at(y2_ptr, "y2", group, rows, H, SHARED, HEADS, base)
+        of_y3_ptr = rows_at(y3_ptr, "y3", group, rows, H, SHARED, HEADS, base)
         first_scale = start
         of_blocks_ptr = block_scale_ptr
         if block_scale_ptr is not None:
-            _, base, first_scale, _ = rows_of(tile, rows, H // 32, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
-            of_blocks_ptr = rows_at(
-                block_scale_ptr, "block_scale", group, rows, H // 32, INNER, INTERLEAVED, SHARED, base
-            )
+            _, base, first_scale, _ = rows_of(tile, rows, H // 32, BLOCK_ROWS, HEADS)
+            of_blocks_ptr = rows_at(block_scale_ptr, "block_scale", group, rows, H // 32, SHARED, HEADS, base)
 
         row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         mean = tl.zeros([BLOCK_ROWS], COMPUTE)
         if BLOCK_H >= H:
-            column, exists, at, mask = tile_from(0, start, valid, H, INNER, VECTOR, BLOCK_H)
+            column, exists, at, mask = tile_from(0, start, valid, H, VECTOR, BLOCK_H)
             if BOTH_SIDES:
                 x, x_mean, x_rstd = _load_total_of_normed(
                     of_x_ptr, x_scale_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, of_residual_ptr, at, mask,
@@ -255,7 +242,7 @@ def forward_kernel(
             rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
             if not PERSISTENT:
                 scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-                offset = load_offset(of_rows_ptr, column, exists, OFFSET, COMPUTE)
+                offset = load_offset(offset_ptr, column, exists, COMPUTE)
             largest = _store_rows(
                 x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
                 of_y_ptr, of_y2_ptr, of_y3_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask, first_scale, 0, valid,
@@ -264,17 +251,17 @@ def forward_kernel(
         else:
             mean, rstd = _statistics_of_chunks(
                 of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
-                H, INNER, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
+                H, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
             )  # fmt: skip
             largest = tl.zeros([BLOCK_ROWS], tl.int32)
             for first in range(0, H, BLOCK_H):
-                column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
+                column, exists, at, mask = tile_from(first, start, valid, H, VECTOR, BLOCK_H)
                 x = load_total(
                     of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask,
                     column, exists, TOTAL, COMPUTE,
                 )  # fmt: skip
                 scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-                offset = load_offset(of_rows_ptr, column, exists, OFFSET, COMPUTE)
+                offset = load_offset(offset_ptr, column, exists, COMPUTE)
                 more = _store_rows(
                     x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
                     of_y_ptr, of_y2_ptr, of_y3_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask,

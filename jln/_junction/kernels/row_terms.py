@@ -1,4 +1,4 @@
-"""Terms and sums of rows that backward kernels share: the norms', those of rows side by side, and the fused operators'.
+"""Terms and sums of rows that backward kernels share: the norms' and the fused operators'.
 
 The numbers in brackets are the equations of `jln._junction.formulas`.
 """
@@ -6,8 +6,8 @@ The numbers in brackets are the equations of `jln._junction.formulas`.
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import contains, position, tile_from
-from jln._junction.kernels.terms import load_scale, load_silu
+from jln._junction.kernels.addresses import contains, position
+from jln._junction.kernels.terms import load_silu
 
 
 @triton.jit
@@ -30,29 +30,6 @@ def load_row_terms(
         x *= u  # (41)
     x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)  # (3)
     return dy, x_hat, dy * scale[None, :], u, of_dz
-
-
-@triton.jit
-def row_sums(
-    dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-    H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr = None,
-    UNROLL: tl.constexpr = None,
-):  # fmt: skip
-    """The row sums c1 and c2 of rows wider than BLOCK_H, STAGES chunks read ahead, or UNROLL at a time."""
-    c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    for first in tl.range(0, H, BLOCK_H, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
-        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
-        dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
-        _, x_hat, scaled, _, _ = load_row_terms(
-            dy, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
-        )
-        c1 += scaled
-        c2 = tl.fma(scaled, x_hat, c2)
-    return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
 
 
 @triton.jit

@@ -105,17 +105,10 @@ def rstd_of(centred, H: tl.constexpr, EPSILON: tl.constexpr):
 
 
 @triton.jit
-def load_offset(offset_ptr, column, exists, OFFSET: tl.constexpr, COMPUTE: tl.constexpr):
-    """The offset of every column, [1, BLOCK_H], or of rows' own: [BLOCK_ROWS, BLOCK_H]; None where there is no offset.
-
-    OFFSET: the step between columns of an offset that is read row by row, and its `offset_ptr` a row's.
-    """
+def load_offset(offset_ptr, column, exists, COMPUTE: tl.constexpr):
+    """The offset of every column, [1, BLOCK_H]; None where there is no offset."""
     if offset_ptr is not None:
-        if OFFSET is None:
-            offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
-        else:
-            at = column if OFFSET.step == 1 else column.to(tl.int64) * OFFSET.step
-            offset = tl.load(offset_ptr + at[None, :], mask=exists[None, :], other=0.0).to(COMPUTE)
+        offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
         return offset
 
 

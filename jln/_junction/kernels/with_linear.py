@@ -15,7 +15,7 @@ nobody wants, is None for the compiler.
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import columns_at, group_and_tile, numbers, numbers_at, rows_at, rows_of, tiles_of
+from jln._junction.kernels.addresses import columns_at, group_of, numbers, rows_at, rows_of, tiles_of
 from jln._junction.kernels.terms import gated, load_matrix, load_scale, load_vector, with_bias
 
 
@@ -38,7 +38,6 @@ def forward_kernel(
     product_ptr,  # [M, N]
     H: tl.constexpr,
     N: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -71,16 +70,16 @@ def forward_kernel(
       order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out
       as it turns -0 into 0, has it copied as it lies, 16 bytes at a time, and turned round in registers.
     """
-    group, tile = group_and_tile(tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), SHARED, INTERLEAVED)
-    row, base, start, valid = rows_of(tile, rows, H, 1, INTERLEAVED, None, BLOCK_ROWS)
-    x_ptr = rows_at(x_ptr, "x", group, rows, H, 1, INTERLEAVED, SHARED, base)
-    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, 1, INTERLEAVED, SHARED, base)
-    total_ptr = rows_at(total_ptr, "total", group, rows, H, 1, INTERLEAVED, SHARED, base)
-    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
-    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
-    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INTERLEAVED, SHARED)
+    group, tile = group_of(tl.program_id(0), tiles_of(rows, BLOCK_ROWS), SHARED)
+    row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS)
+    x_ptr = rows_at(x_ptr, "x", group, rows, H, SHARED, base=base)
+    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, SHARED, base=base)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, SHARED, base=base)
+    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, SHARED)
+    gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, SHARED)
+    row_gate_ptr = rows_at(row_gate_ptr, "row_gate", group, rows, 1, SHARED)
     row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     feature = tl.arange(0, BLOCK_N)
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
@@ -137,18 +136,18 @@ def forward_kernel(
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
     y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])  # (11)
     mask = valid[:, None] & (feature < N)[None, :]
-    _, base, start, _ = rows_of(tile, rows, N, 1, INTERLEAVED, None, BLOCK_ROWS)
-    y_ptr = rows_at(y_ptr, "y", group, rows, N, 1, INTERLEAVED, SHARED, base)
+    _, base, start, _ = rows_of(tile, rows, N, BLOCK_ROWS)
+    y_ptr = rows_at(y_ptr, "y", group, rows, N, SHARED, base=base)
     tl.store(y_ptr + start[:, None] + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if product_ptr is not None:
         product = (product + rest) * (rstd / unit)[:, None]  # (37)
-        product_ptr = rows_at(product_ptr, "product", group, rows, N, 1, INTERLEAVED, SHARED, base)
+        product_ptr = rows_at(product_ptr, "product", group, rows, N, SHARED, base=base)
         feature = numbers(BLOCK_N, 4)
         mask = valid[:, None] & (feature < N)[None, :]
         tl.store(product_ptr + start[:, None] + feature[None, :], product, mask=mask)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
+    rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=valid)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
+    mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=valid)

@@ -10,12 +10,11 @@ from jln._junction.kernels.addresses import (
     columns_at,
     contains,
     count,
-    first_row_of,
+    first_of,
     group_of,
     numbers,
     position,
     rows_of,
-    start_of,
     tiles_of,
 )
 from jln._junction.kernels.row_terms import store_sum
@@ -39,7 +38,6 @@ def row_sums_kernel(
     H: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -58,15 +56,15 @@ def row_sums_kernel(
     feature = tl.arange(0, BLOCK_N)
     dbias = tl.zeros([BLOCK_N], COMPUTE)
     all_rows = tl.cast(rows, tl.int64) * groups
-    tiles = tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS)
+    tiles = tiles_of(rows, BLOCK_ROWS)
     for tile in range(program, tiles * groups, programs):
         group, tile_of_group = group_of(tile, tiles, SHARED)
-        row, base, start, valid = rows_of(tile_of_group, rows, H, 1, INTERLEAVED, None, BLOCK_ROWS)
-        row += first_row_of(group, rows, INTERLEAVED)
-        base += start_of(group, rows, H, 1, INTERLEAVED)
-        _, base_of_dy, start_of_dy, _ = rows_of(tile_of_group, rows, N, 1, INTERLEAVED, None, BLOCK_ROWS)
-        base_of_dy += start_of(group, rows, N, 1, INTERLEAVED)
-        scale_of_group = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
+        row, base, start, valid = rows_of(tile_of_group, rows, H, BLOCK_ROWS)
+        row += first_of(group, rows, 1)
+        base += first_of(group, rows, H)
+        _, base_of_dy, start_of_dy, _ = rows_of(tile_of_group, rows, N, BLOCK_ROWS)
+        base_of_dy += first_of(group, rows, N)
+        scale_of_group = columns_at(scale_ptr, "scale", group, H, SHARED)
         mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         dy = load_matrix(dy_ptr + base_of_dy, start_of_dy, valid, 0, N, BLOCK_N)
@@ -110,7 +108,6 @@ def row_sums_of_product_kernel(
     H: tl.constexpr,
     N: tl.constexpr,
     SHARES: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -120,19 +117,19 @@ def row_sums_of_product_kernel(
     program = tl.program_id(0)
     feature = numbers(BLOCK_N, 4)
     dbias = tl.zeros([BLOCK_N], COMPUTE)
-    tiles = tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS)
+    tiles = tiles_of(rows, BLOCK_ROWS)
     for tile in range(program, groups * tiles, programs):
         group, tile_of_group = group_of(tile, tiles, SHARED)
-        row, base, start, valid = rows_of(tile_of_group, rows, N, 1, INTERLEAVED, None, BLOCK_ROWS)
-        row += first_row_of(group, rows, INTERLEAVED)
-        base += start_of(group, rows, N, 1, INTERLEAVED)
+        row, base, start, valid = rows_of(tile_of_group, rows, N, BLOCK_ROWS)
+        row += first_of(group, rows, 1)
+        base += first_of(group, rows, N)
         at = start[:, None] + feature[None, :]
         mask = valid[:, None] & (feature < N)[None, :]
         dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
         product = tl.load(product_ptr + base + at, mask=mask, other=0.0)
         if c1_ptr is not None:
             share = tl.arange(0, WEIGHT_SHARES)
-            weight_of_group = columns_at(weight_ptr, "scale", group, SHARES * N, INTERLEAVED, SHARED)
+            weight_of_group = columns_at(weight_ptr, "scale", group, SHARES * N, SHARED)
             weight = tl.sum(load_matrix(weight_of_group, share * N, share < SHARES, 0, N, BLOCK_N), axis=0)
             tl.store(c1_ptr + row, tl.sum(dy * weight[None, :], axis=1) * (1.0 / H), mask=valid)  # (38)
         tl.store(c2_ptr + row, tl.sum(dy * product, axis=1) * (1.0 / H), mask=valid)  # (39)
@@ -183,7 +180,6 @@ def backward_kernel(
     H: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     PULLS: tl.constexpr,
@@ -217,21 +213,19 @@ def backward_kernel(
         first_group, end, step = split // programs, groups, splits // programs
     for group in range(first_group, end, step):
         group = tl.cast(group, tl.int64)
-        x_bias_of_group = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
-        gate_of_group = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
-        scale_of_group = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-        offset_of_group = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+        x_bias_of_group = columns_at(x_bias_ptr, "x_bias", group, H, SHARED)
+        gate_of_group = columns_at(gate_ptr, "gate", group, H, SHARED)
+        scale_of_group = columns_at(scale_ptr, "scale", group, H, SHARED)
+        offset_of_group = columns_at(offset_ptr, "offset", group, H, SHARED)
         scale = load_scale(scale_of_group, column, exists, NORM, BLOCK_H, COMPUTE)
         dscale = tl.zeros([HELD, BLOCK_H], COMPUTE)
         doffset = tl.zeros([HELD, BLOCK_H], COMPUTE)
         dx_bias = tl.zeros([HELD, BLOCK_H], COMPUTE)
         dgate = tl.zeros([HELD, BLOCK_H], COMPUTE)
-        for tile in tl.range(
-            split % programs, tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), programs, num_stages=STAGES
-        ):
-            row, base, start, valid = rows_of(tile, rows, H, 1, INTERLEAVED, None, BLOCK_ROWS)
-            base += start_of(group, rows, H, 1, INTERLEAVED)
-            row += first_row_of(group, rows, INTERLEAVED)
+        for tile in tl.range(split % programs, tiles_of(rows, BLOCK_ROWS), programs, num_stages=STAGES):
+            row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS)
+            base += first_of(group, rows, H)
+            row += first_of(group, rows, 1)
             mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             if PULLS:
@@ -241,14 +235,14 @@ def backward_kernel(
                     c1 += load_vector(c1_ptr, part * all_rows + row, valid, BLOCK_ROWS, COMPUTE)
                     c2 += load_vector(c2_ptr, part * all_rows + row, valid, BLOCK_ROWS, COMPUTE)
             x = load_matrix(total_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
-            _, base_of_dy, start_of_dy, _ = rows_of(tile, rows, N, 1, INTERLEAVED, None, BLOCK_ROWS)
-            base_of_dy += start_of(group, rows, N, 1, INTERLEAVED)
+            _, base_of_dy, start_of_dy, _ = rows_of(tile, rows, N, BLOCK_ROWS)
+            base_of_dy += first_of(group, rows, N)
             dy = load_matrix(dy_ptr + base_of_dy, start_of_dy, valid, 0, N, BLOCK_N)
             x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
             if g_ptr is not None:
                 z = x_hat
                 if SHARED is not None:
-                    offset = load_offset(offset_of_group, column, exists, None, COMPUTE)
+                    offset = load_offset(offset_of_group, column, exists, COMPUTE)
                     z = affine(x_hat, scale, offset)  # (10)
                 g = tl.dot(tl.trans(z.to(dy.dtype)), dy, g, input_precision=PRECISION)  # (13), (21)
             if PULLS or contains(SUMS, "dscale") or contains(SUMS, "doffset"):

@@ -212,6 +212,11 @@ def widest(dtypes: Sequence[str | None]) -> str | None:
     return functools.reduce(jnp.promote_types, given).name if given else None
 
 
+def product_dtypes(operands: Arrays) -> tuple[str, ...]:
+    """The dtype of each product."""
+    return tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel)
+
+
 def backward(
     operands: Arrays,
     junction: Junction,
@@ -229,7 +234,7 @@ def backward(
     used = [i for i, d in enumerate(dy) if d is not None]
     axes = {i: Axes.of(dy[i].ndim - junction.features[i] + 1, batch_dims, junction.features[i]) for i in used}
     needs_dz = any(d is not None for d in of_norm._replace(offset=None)) or (
-        of_norm.offset is not None and (norm.of_examples or norm.offset_rows or junction.eight_bits != "")
+        of_norm.offset is not None and (norm.has_groups or junction.eight_bits != "")
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])
     pulled, z = Arrays(), None

@@ -23,7 +23,6 @@ from jln._junction.gradients import made_again
 from jln._junction.kernels import with_linear
 from jln._junction.kernels import with_linear_backward as kernels
 from jln._junction.linears import formulas, tiles
-from jln._junction.wider import grown_in_front
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div, next_power_of_2
@@ -48,8 +47,8 @@ def forward(
         columns = {name: a for name, a in parameters.items() if name not in of_linears.present()}
         are_rows = only_rows_differ(batch_dims, of_rows, list(columns.values()))
         norm = junction.norm
-        for ndim in range(operands.x.ndim - batch_dims, operands.x.ndim):
-            norm, _ = grown_in_front(norm, columns, are_rows, ndim)
+        if norm.examples or not are_rows:
+            norm = dataclasses.replace(norm, examples=batch_dims + norm.examples)
         of_linears = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), of_linears)
         operands = operands._replace(kernel=of_linears.kernel, bias=of_linears.bias)
         junction, batch_dims = dataclasses.replace(junction, norm=norm), 0
@@ -329,7 +328,7 @@ def _fused_backward(
             programs=ceil_div(g.h, plan.parameters.columns),
             tile=plan.parameters,
             SUMS=named_sums,
-            **{name: a for name, a in constants.items() if name not in ("INTERLEAVED", "SHARED")},
+            **{name: a for name, a in constants.items() if name != "SHARED"},
         )
         gradients |= {name.removeprefix("d"): a for name, a in made.items() if a is not None}
     return Arrays(**gradients)._replace(
@@ -344,7 +343,7 @@ def _weight(scale: jax.Array | None, kernel: jax.Array, g: Geometry) -> jax.Arra
     All of a sum at once is two launches to XLA: the first writes what it adds up, twice the bytes of the kernel.
     """
     s = jnp.asarray(effective_scale(scale, jnp.float32, g.norm), jnp.float32)
-    s = jnp.broadcast_to(s, (g.interleaved.groups, g.h)) if scale is None else s.reshape(-1, g.h)
+    s = jnp.broadcast_to(s, (1, g.h)) if scale is None else s.reshape(-1, g.h)
     size = next_power_of_2(ceil_div(g.h, kernels.WEIGHT_SHARES.value))
     scaled = jnp.pad(s[:, :, None] * kernel.astype(jnp.float32)[None], [(0, 0), (0, -g.h % size), (0, 0)])
     return jnp.sum(scaled.reshape(len(s), -1, size, kernel.shape[1]), axis=2)  # (38)
@@ -356,7 +355,6 @@ def _constants(g: Geometry, shared: Any, n: int) -> dict[str, Any]:
         "compute": jnp.dtype("float32"),
         "H": g.h,
         "N": n,
-        "INTERLEAVED": g.interleaved,
         "SHARED": None if g.groups == 1 else shared,
         "BLOCK_N": tiles.features(n),
         "NORM": g.norm.switches,

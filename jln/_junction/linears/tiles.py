@@ -38,7 +38,7 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
     """
     if junction.implementation == "xla" or junction.eight_bits or operands.present().keys() - _FUSED_OPERANDS:
         return False
-    if junction.norm.offset_rows or junction.norm.both_sides:
+    if junction.norm.heads or junction.norm.both_sides:
         return False
     dtypes = {_checks.promoted(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel}
     dtype = dtypes.pop()
@@ -134,7 +134,7 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     if not chip.is_amd and (chip.capability > 103 or (product_dtype == "float32" and chip.capability >= 100)):
         return None
     widest, widest_unaligned = FUSED_FEATURES[product_dtype]
-    if n > (widest if aligned(h, 1, 2) and aligned(n, 1, 2) else widest_unaligned) or h * n >= 2**31:
+    if n > (widest if aligned(h, 2) and aligned(n, 2) else widest_unaligned) or h * n >= 2**31:
         return None
     if chip.is_amd:
         # Where a SIMD has two waves, each of them has 256 vector registers. In 16 bits at N = 128 the backward kernel
@@ -208,7 +208,7 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
         return None
     # mma holds operands in registers, where wgmma reads them from shared memory, so that more rows spill on sm_80.
     # wgmma needs 64 rows: with fewer a product silently becomes mma.
-    mma_rows = 32 if features(n) <= 128 and aligned(h, 1, 2) else 16
+    mma_rows = 32 if features(n) <= 128 and aligned(h, 2) else 16
     row_sums = tile
     if product_dtype == "float32" and not chip.has_wgmma and not chip.is_amd:
         # 64 columns take all 128 registers at N = 64 and at 104, where an operand has 16 bits. 32 in three stages keep
@@ -266,7 +266,7 @@ def _have_registers(h: int, n: int, product_dtype: str, chip: Chip, groups: int,
         most = 0 if groups > 1 and gated else 64
     elif groups > 1:
         most = 64 if gated and product_dtype == "float32" else 128
-    return aligned(h, 1, 2) and n <= most
+    return aligned(h, 2) and n <= most
 
 
 def forward(

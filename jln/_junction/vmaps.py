@@ -1,0 +1,58 @@
+"""The one call that computes what a vmap of calls does: examples are rows, or groups with parameters of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jln._core.operation import behind_rows
+from jln._junction.arguments import written_out
+from jln._junction.arrays import SCALE_OF, TABLE, Arrays, Junction, Shape
+
+
+def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
+    """The one call, which adds up gradients over examples as over rows, as `jln._core.reverse_mode.Widen` says.
+
+    None where examples share an array of x's size, or differ in a Linear or in what scales eight bits.
+
+    axes: the place of vmap's axis in each operand, None in one that is shared.
+    """
+    moved = {name for name, place in axes.present().items() if jax.tree.leaves(place)}
+    names = operands.present().keys() - {"kernel", "bias"}
+    rows, numbers, columns, ones = (
+        {name for name in names if TABLE[name].shape is shape}
+        for shape in (Shape.ROW, Shape.NUMBER, Shape.COLUMN, Shape.ONE)
+    )
+    if junction.eight_bits in ("one", "rows") or rows - moved or moved & {"kernel", "bias", *SCALE_OF.values()}:
+        return None
+    norm, place, written = junction.norm, axes.x, numbers
+    h = operands.x.ndim - 1 + norm.axis
+    if columns & moved and place == h and norm.axis == -1 and not norm.heads:
+        norm, written = dataclasses.replace(norm, heads=True), numbers | columns | ones
+    elif columns & moved or place < norm.examples:
+        place = place if place <= norm.examples else 0
+        norm, written = dataclasses.replace(norm, examples=norm.examples + 1), numbers | columns | ones
+    elif place > h - norm.heads:
+        place = norm.examples
+    if place != axes.x:
+        junction = dataclasses.replace(junction, implementation=behind_rows(junction.implementation))
+    x = jnp.moveaxis(operands.x, axes.x, place)
+
+    def placed(name: str) -> Any:
+        a, given = getattr(operands, name), getattr(axes, name)
+        if given is not None:
+            return jnp.moveaxis(a, given, place)
+        return written_out(jnp.expand_dims(a, place), x, [place] if name in written else [])
+
+    operands = operands._replace(**{name: placed(name) for name in names})
+    of_rows = Arrays(y=(place,) * len(junction.features) or place, total=place if junction.gives_total else None)
+    if junction.quantises:
+        more = ["block_scale", "carrier", *("y2", "y3")[: len(junction.more)]]
+        more += ["rstd"] if junction.gives_statistics else []
+        more += ["mean"] if junction.gives_statistics and norm.switches.subtract_mean else []
+        of_rows = of_rows._replace(**dict.fromkeys(more, place))
+    junction = dataclasses.replace(junction, norm=norm, in_one=junction.in_one and not norm.heads)
+    return junction, operands, of_rows
