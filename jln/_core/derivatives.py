@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jln._core.modes import own_modes
 from jln._core.operation import varying_together
-from jln._core.reverse_mode import Widen, in_reverse_mode
+from jln._core.reverse_mode import Plain, Widen, in_reverse_mode
 
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
 STATISTICS = "jln_statistics"
@@ -52,12 +52,12 @@ class Rules:
     gradients: Callable[..., Any]
     tangents: Callable[..., Any] | None = None
 
-    def operator(self, widen: Widen) -> Callable[..., Any]:
+    def operator(self, widen: Widen, plain: Plain) -> Callable[..., Any]:
         """Return the differentiable function `operator(settings, operands, forward_mode)`."""
         value, saving, gradients = map(_in_own_modes, (self._value, self._saving, self._gradients))
         reverse = jax.custom_vjp(value, nondiff_argnums=(0,))
         reverse.defvjp(saving, gradients, symbolic_zeros=True)
-        once = in_reverse_mode(value, reverse, _in_own_modes(widen))
+        once = in_reverse_mode(value, reverse, _in_own_modes(widen), plain)
         forward = jax.custom_jvp(value, nondiff_argnums=(0,))
         forward.defjvp(_in_own_modes(self._tangents), symbolic_zeros=True)
 

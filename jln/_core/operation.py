@@ -175,19 +175,20 @@ class Operation(Generic[Operands, Results]):
             return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
 
     def _batch(self, operands, dims, *, tree, request, implementation, **params):
-        """One axis more of vmap, among those in front where that moves no rows."""
+        """The operation with one axis more of vmap in front; by XLA where that is behind rows, as results are then."""
         named = tree.unflatten(dims)
-        place = min(jax.tree.leaves([getattr(named, name) for name in self._rows]), default=0)
+        front = place = min(jax.tree.leaves([getattr(named, name) for name in self._rows]), default=0)
         if place > request.batch_dims:
-            place, implementation = 0, behind_rows(implementation)
+            front, implementation = 0, behind_rows(implementation)
 
         def moved(a: Any, given: int | None) -> jax.Array:
-            return jnp.expand_dims(a, place) if given is None else jnp.moveaxis(a, given, place)
+            return jnp.expand_dims(a, front) if given is None else jnp.moveaxis(a, given, front)
 
         request = dataclasses.replace(request, batch_dims=request.batch_dims + 1)
         operands = [moved(a, d) for a, d in zip(varying_together(operands), dims, strict=True)]
         results = self._primitive.bind(*operands, tree=tree, request=request, implementation=implementation, **params)
-        return results, [place] * len(results)
+        places = [min(place, a.ndim - 1) for a in results]
+        return [jnp.moveaxis(a, front, to) for a, to in zip(results, places, strict=True)], places
 
     def _jvp(self, primals, tangents, *, tree, request, **params):
         """Results by the kernels, tangents by differentiating the formula."""

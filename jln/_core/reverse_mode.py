@@ -21,10 +21,13 @@ from jln._core.operation import varying_together, watched_by_checkify
 # From settings, operands, and the place of vmap's axis in each operand, None in one that is shared, to the settings and
 # the operands of one call, and to the place of the axis in each of its results. None where no one call is the same.
 Widen = Callable[[Any, Any, Any], tuple[Any, Any, Any] | None]
+# From settings to the function of (settings, operands) that JAX differentiates itself where no one call is the same: it
+# adds up where it multiplies. None where each example is to have its own derivative.
+Plain = Callable[[Any], Callable[..., Any] | None]
 
 
 def in_reverse_mode(
-    function: Callable[..., Any], derivative: Callable[..., Any], widen: Widen
+    function: Callable[..., Any], derivative: Callable[..., Any], widen: Widen, plain: Plain
 ) -> Callable[[Hashable, Any], Any]:
     """Return `function(settings, operands)`, whose derivatives are those of `derivative`, a custom_vjp function."""
     noted, widened, tangent = Primitive("jln_reverse_mode"), Primitive("jln_one_call"), _tangent_primitive()
@@ -84,7 +87,7 @@ def in_reverse_mode(
         leaves = varying_together(leaves)
         wider = widen(settings, tree.unflatten(leaves), tree.unflatten(dims))
         if wider is None:
-            results = jax.tree.leaves(under((tuple(dims),), derivative, settings, tree)(*leaves))
+            results = jax.tree.leaves(under((tuple(dims),), plain(settings) or derivative, settings, tree)(*leaves))
             return results, [0] * len(results)
         settings, operands, places = wider
         results = bind_widened(settings, operands)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jln import reference
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
 from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, only_rows_differ, varying_together
@@ -310,24 +312,32 @@ def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
     return batched_like(jnp.broadcast_to(dy, y.shape), y).astype(y.dtype)
 
 
-operator = Rules(_value, _saving, _gradients, _tangents).operator(sum_examples_as_rows)
+def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | None = None) -> Arrays:
+    """The results by plain jnp, which JAX differentiates, where no operation takes the operands.
 
-
-def in_plain_jnp(junction: Junction, operands: Arrays) -> Arrays:
-    """The results with parameters along axes of which the operations know nothing: JAX differentiates the formulas.
-
-    Raises ValueError for results in eight bits, whose gradients are the operations'.
+    axes: the normalised ones, by default that of the norm.
     """
-    if junction.eight_bits:
-        raise ValueError("quantize= takes parameters that vary along x's first axes, or along the one in front of H")
+    norm, (centres, zero_centered_scale) = junction.norm, junction.norm.switches
+    of_norm = reference.Norm(centres, norm.axis if axes is None else axes, norm.epsilon, zero_centered_scale)
 
-    def of_operands(operands: Arrays) -> Arrays:
-        total = None if operands.residual is None else arrays.total_dtype(operands)
-        dtypes = Arrays(y=junction.y_dtype, total=total)
-        if operands.kernel is None:
-            return _results(junction, operands, formulas.forward(operands, junction.norm, dtypes, 0))
-        dtypes = dtypes._replace(y=linears.product_dtypes(operands))
-        return _results(junction, operands, linears.forward(operands, junction, dtypes, 0))
+    def of_operands(a: Arrays) -> Arrays:
+        z = a.x_z if a.z is None else a.z
+        made = reference.junction(
+            a.x, of_norm, a.scale, a.offset, adds=junction.gives_total, residual=a.residual, x_bias=a.x_bias,
+            both_sides=norm.both_sides, x_scale=a.x_scale, gate=a.row_gate if a.gate is None else a.gate, z=z,
+            norm_before_gate=a.x_z is None, added=a.added, dtype=junction.y_dtype,
+            linears=None if a.kernel is None else (a.kernel, a.bias, junction.precision),
+        )  # fmt: skip
+        y, total = made if junction.gives_total else (made, None)
+        return Arrays(y=y, total=total)
 
     with own_modes():
-        return (jax.checkpoint(of_operands) if junction.norm.remat else of_operands)(operands)
+        return (jax.checkpoint(of_operands) if norm.remat else of_operands)(operands)
+
+
+def _plain(junction: Junction) -> Callable[..., Arrays] | None:
+    """The function that JAX differentiates itself, as `jln._core.reverse_mode.Plain` says."""
+    return None if junction.eight_bits or junction.implementation == "triton" else in_plain_jnp
+
+
+operator = Rules(_value, _saving, _gradients, _tangents).operator(sum_examples_as_rows, _plain)

@@ -16,7 +16,7 @@ from jln._junction.arrays import SCALE_OF, TABLE, Arrays, Junction, Shape
 def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
     """The one call, which adds up gradients over examples as over rows, as `jln._core.reverse_mode.Widen` says.
 
-    None where examples share an array of x's size, or differ in a Linear or in what scales eight bits.
+    None where examples share an array of x's size, differ in a Linear or in what scales eight bits, or lie behind rows.
 
     axes: the place of vmap's axis in each operand, None in one that is shared.
     """
@@ -30,22 +30,21 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
         return None
     norm, place, written = junction.norm, axes.x, numbers
     h = operands.x.ndim - 1 + norm.axis
+    last = h - norm.heads
     if columns & moved and place == h and norm.axis == -1 and not norm.heads:
         norm, written = dataclasses.replace(norm, heads=True), numbers | columns | ones
     elif columns & moved or place < norm.examples:
-        place = place if place <= norm.examples else 0
+        last = norm.examples
         norm, written = dataclasses.replace(norm, examples=norm.examples + 1), numbers | columns | ones
-    elif place > h - norm.heads:
-        place = norm.examples
-    if place != axes.x:
-        junction = dataclasses.replace(junction, implementation=behind_rows(junction.implementation))
-    x = jnp.moveaxis(operands.x, axes.x, place)
+    if place > last:
+        behind_rows(junction.implementation)
+        return None
 
     def placed(name: str) -> Any:
         a, given = getattr(operands, name), getattr(axes, name)
         if given is not None:
             return jnp.moveaxis(a, given, place)
-        return written_out(jnp.expand_dims(a, place), x, [place] if name in written else [])
+        return written_out(jnp.expand_dims(a, place), operands.x, [place] if name in written else [])
 
     operands = operands._replace(**{name: placed(name) for name in names})
     of_rows = Arrays(y=(place,) * len(junction.features) or place, total=place if junction.gives_total else None)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._junction.arguments import Axis, arranged, checked, no_kernels, norm_of, on_several_axes
+from jln._junction.arguments import FEWEST_ROWS, Axis, arranged, checked, no_kernels, norm_of
 from jln._junction.arrays import SCALE_OF, Arrays, Junction
 from jln._junction.derivatives import in_plain_jnp, operator
 from jln._junction.linears.eight_bits import multiplies_blocks
@@ -104,17 +104,24 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         return results._replace(**scales, y_max=PartitionSpec() if scales else None)
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
-        operands, norm = arranged(arrays, axes, junction.norm)
-        settled = dataclasses.replace(junction, norm=norm or junction.norm)
-        if (reason := no_kernels(arrays, axes, norm)) is not None:
+        is_free = junction.implementation is None and not junction.eight_bits
+        given = arranged(arrays, axes, junction.norm, FEWEST_ROWS if is_free else 0)
+        reason, settled = no_kernels(arrays, axes, given is not None), junction
+        if reason is not None:
             if junction.implementation == "triton":
                 raise ValueError(f"implementation='triton' {reason}")
             settled = dataclasses.replace(settled, implementation="xla")
+        if given is None:
+            if junction.eight_bits:
+                raise ValueError(f"quantize= {reason}")
+            return in_plain_jnp(settled, arrays, axes)
+        operands, norm = given
+        settled = dataclasses.replace(settled, norm=norm)
         if junction.features:
             settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
-        results = in_plain_jnp(settled, operands) if norm is None else operator(settled, operands, forward_mode)
+        results = operator(settled, operands, forward_mode)
         like_x = results.only(("total",) if junction.features else _OF_ROWS)
-        like_x = jax.tree.map(lambda a: on_several_axes(a, arrays.x.shape, axes), like_x)
+        like_x = jax.tree.map(lambda a: a.reshape(arrays.x.shape), like_x)
         return results._replace(**like_x.present())
 
     return with_automatic_axes(laid_out_and_back, specs_of_results, arrays)
