@@ -101,9 +101,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     """Trace `function(*args, **kwargs)` and list how each jln layer and operator that it calls is computed, and why.
 
     Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
-    or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
-    with jax-triton installed, and XLA elsewhere. A framework's own layers are not listed; of a function that `jln.fuse`
-    has made, the operators in their place are, and the norms that it left.
+    or "fused" call reaches jln's operators. They run Triton kernels where the program is compiled for an NVIDIA GPU
+    with jax-triton installed, the last axes are normalised, and parameters vary along `x`'s first axes or by head; XLA
+    elsewhere. A framework's own layers are not listed; of a function that `jln.fuse` has made, the operators in their
+    place are, and the norms that it left.
 
     JAX does not trace again what is under `jax.jit`. Of an object that such a function has closed over, you see the
     state at the first call of `explain`, as JAX runs the state of the function's first call.

@@ -34,9 +34,13 @@ class Norm(NamedTuple):
 
     @property
     def is_of_rows(self) -> bool:
-        """True where the normalised axes are the last ones, or have a parameter: those of a batch norm have none."""
-        first = self.x.ndim - len(self.features)
-        return self.features == tuple(range(first, self.x.ndim)) or (self.scale, self.offset) != (None, None)
+        """True where the normalised axes are the last ones."""
+        return self.features == tuple(range(self.x.ndim - len(self.features), self.x.ndim))
+
+    @property
+    def is_of_a_batch(self) -> bool:
+        """True where the normalised axes have no parameter, as those of a batch norm, and are not the last ones."""
+        return not self.is_of_rows and (self.scale, self.offset) == (None, None)
 
 
 class Miss(NamedTuple):
@@ -59,7 +63,7 @@ def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]
             if x.dtype.name not in FLOATS or math.prod(x.shape[a] for a in axes) < FEWEST:
                 continue
             region = Region(x, node, axes, constants)
-            certified = [n for n in _norms_in(region, graph) if n.is_of_rows]
+            certified = [n for n in _norms_in(region, graph) if not n.is_of_a_batch]
             if certified:
                 norms += certified
                 used |= frozenset().union(*(n.nodes for n in certified))

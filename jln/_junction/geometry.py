@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jln._junction import tiles
 from jln._junction.arrays import OPERANDS, TABLE, Arrays, Norm, Shape
-from jln._triton.chip import Chip
 from jln._triton.tile import Tile, ceil_div
 
 
@@ -60,10 +59,6 @@ class Geometry:
             )
         return programs
 
-    def persistent_programs(self, tile: Tile, chip: Chip) -> int:
-        """The number of programs that have several tiles each: as a chip runs at once, as many of each group."""
-        return self.groups * max(1, min(self.tiles(tile), chip.cores * tile.programs_per_core // self.groups))
-
     def chunks(self, tile: Tile) -> int:
         return ceil_div(self.h, tile.columns)
 
@@ -103,15 +98,10 @@ def shared_operands(operands: Arrays, geometry: Geometry) -> tuple[Any, Arrays]:
     """
     if not geometry.grouped:
         return () if geometry.norm.heads else None, operands
-    shared, ready = [], {}
-    for name, operand in operands.present().items():
-        batch = operand.shape[: len(geometry.batch)]
-        if batch != geometry.batch and math.prod(batch) == 1:
-            shared.append(name)
-        elif batch != geometry.batch:
-            operand = jnp.broadcast_to(operand, geometry.batch + operand.shape[len(batch) :])
-        ready[name] = operand
-    return tuple(shared), Arrays(**ready)
+    n, arrays = len(geometry.batch), operands.present()
+    shared = [name for name, a in arrays.items() if a.shape[:n] != geometry.batch and math.prod(a.shape[:n]) == 1]
+    sizes = {name: a.shape if name in shared else geometry.batch + a.shape[n:] for name, a in arrays.items()}
+    return tuple(shared), Arrays(**{name: jnp.broadcast_to(a, sizes[name]) for name, a in arrays.items()})
 
 
 def element_sizes(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:

@@ -58,13 +58,17 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         one = functools.partial(forward, target=target)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)
     persistent = tile.stages > 1 and tile.columns >= g.h
+    if persistent:  # as a chip runs at once, as many of each group
+        programs = g.groups * max(1, min(g.tiles(tile), target.chip.cores * tile.programs_per_core // g.groups))
+    else:
+        programs = g.programs(tile)
     shared, ready = shared_operands(operands, g)
     written = launch(
         target,
         forward_kernel,
         {**pointed(forward_kernel, ready), "rows": g.rows, "groups": g.groups},
         pointed(forward_kernel, results, RESULTS),
-        programs=g.persistent_programs(tile, target.chip) if persistent else g.programs(tile),
+        programs=programs,
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         H=g.h,

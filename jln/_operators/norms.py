@@ -35,30 +35,29 @@ def layer_norm(
 
     All arithmetic is in float32, for float64 `x` in float64; the result is rounded once. Every gradient has its
     argument's dtype and shape. Gradients are bitwise the same from run to run. From the Triton kernels a row's `y` and
-    `dx` do not depend, bit for bit, on the other rows or on their number (with rows that lie side by side: as long as
-    the axes behind the normalised one keep their sizes).
+    `dx` do not depend, bit for bit, on the other rows or on their number.
 
     Args:
       x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
       scale: the normalised axes' shape, in the order in which `axis` gives them (`[H]` for one axis); any supported
         dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x` `[B, T, H]` is a scale for
-        each example. Axes in front are read in place, and more of them that lie together before a last normalised axis
-        or directly before another; others along which a parameter varies are transposed. None: no scale.
-      offset: as `scale`, or along other axes: positions `[1, T, H]` beside a scale `[B, 1, H]` are read in place, too.
-        Their gradient is a sum of `dy`, which XLA reads once more for it. Other parameters that vary along different
-        axes are written out.
-      axis: the axis or axes to normalise over. Adjacent ones are read in place, wherever they are; others are
-        transposed.
+        each example. Kernels take parameters that vary along `x`'s first axes, along the one in front of the last,
+        normalised one (heads), or both. None: no scale.
+      offset: as `scale`. Where the two vary along different axes, kernels take both written out along all of these,
+        with 4 rows or more in each group that shares them.
+      axis: the axis or axes to normalise over. Kernels take the last ones, in any order; others that are adjacent are
+        XLA's, by the same rules, without a transpose.
       epsilon: added to the variance; not negative, and no more than float32 holds, for float64 `x` float64.
       zero_centered_scale: multiply by `1 + scale`.
       dtype: of the result, which is rounded to it once: float32 for a router, bfloat16 from a float32 stream. None:
         that of `x`.
       quantize: `jln.Float8(scale)` or `jln.MXFloat8()`: the result in eight bits, made of the float32 numbers in the
         same kernel, for a product that reads it in eight bits. Gradients go straight through: the cotangent of what
-        its `dequantized()` gives, or of its `carrier`, is taken for the result's. None: not in eight bits.
+        its `dequantized()` gives, or of its `carrier`, is taken for the result's. An error where plain jnp would run.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
-        is compiled for an NVIDIA GPU and jax-triton is installed, else XLA, as where `axis` is not the last and kernels
-        would need `x` transposed for the axes along which a parameter varies. A named one runs or raises.
+        is compiled for an NVIDIA GPU, jax-triton is installed, and kernels take `axis` and the parameters; else XLA.
+        Where the axes are not adjacent, or parameters vary otherwise than said of `scale` and `offset`, that is plain
+        jnp, which JAX differentiates. A named one runs or raises.
       forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), the same kernels serving
         reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode, and forward mode over it
         (`jax.hessian`).
@@ -69,7 +68,8 @@ def layer_norm(
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
       ValueError: shapes do not match, an axis is out of range or given twice, the normalised axes are empty, epsilon is
-        negative or too large, or the implementation is unknown.
+        negative or too large, the implementation is unknown, or "triton" and no kernel takes the axes, the parameters,
+        or the examples of a `jax.vmap` behind rows: the message says what to write.
       RuntimeError: the implementation is "triton", and the kernels cannot run; the message says what is missing.
     """
     arrays = Arrays(x=array("x", x), scale=scale, offset=offset)

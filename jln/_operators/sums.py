@@ -134,10 +134,9 @@ def rms_norm_add_rms_norm(
     is the rounded sum that is normalised. `x`, `total` and a row's two statistics are kept for the backward pass.
     Guarantees and errors are those of `layer_norm`, the results those of `add_layer_norm`.
 
-    Rows along the last axis take one Triton kernel forward and two backward, up to 8192 elements (up to 4096 where they
-    do not start on 16 bytes or the dtypes differ; with a gate half of these, but for aligned 16 bits; of float64 a
-    quarter). Wider rows and other axes take one more each way, which reads the sum or its gradient again; with a gate
-    XLA multiplies by it in between.
+    Rows take one Triton kernel forward and two backward, up to 8192 elements (up to 4096 where they do not start on 16
+    bytes or the dtypes differ; with a gate half of these, but for aligned 16 bits; of float64 a quarter). Wider ones
+    take one more each way, which reads the sum or its gradient again; with a gate XLA multiplies by it in between.
 
     Args:
       x_scale: the scale of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.

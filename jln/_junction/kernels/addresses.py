@@ -24,11 +24,10 @@ def numbers(N: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def rows_of(tile, rows, H: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEADS: tl.constexpr = 1):
-    """The rows of one tile of a group.
+    """The rows of one tile of a group: where they are from its first row, and which of them exist.
 
-    Returns where they are from the group's first row, the offset of the tile's first element, the offsets of the rows'
-    first elements from there, and which rows exist. What differs between a thread's rows has 32 bits where it can, and
-    is a constant.
+    Between these two stand the offset of the tile's first element, and those of the rows' first elements from there.
+    What differs between a thread's rows has 32 bits where it can, and is a constant.
     """
     local = tl.arange(0, BLOCK_ROWS)
     wide = tl.int64 if BLOCK_ROWS * H * HEADS >= 2**31 else tl.int32
@@ -40,10 +39,7 @@ def rows_of(tile, rows, H: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEADS: tl.con
 
 @triton.jit
 def tiles_of(rows, BLOCK_ROWS: tl.constexpr):
-    """The number of tiles of a group.
-
-    A grid has less than 2**31 programs, whatever the number of rows, which comes as uint32 or int64 from 2**31 on.
-    """
+    """The number of tiles of a group: of less than 2**31 programs, be the rows uint32 or int64, as from 2**31 on."""
     return tl.cast((rows - 1) // BLOCK_ROWS + 1, tl.int32)
 
 
@@ -64,16 +60,6 @@ def tile_from(first, start, valid, H: tl.constexpr, VECTOR: tl.constexpr, BLOCK_
 @triton.constexpr_function
 def contains(names, name):
     return names is not None and name in names
-
-
-@triton.constexpr_function
-def count(values):
-    return len(values)
-
-
-@triton.constexpr_function
-def position(names, name):
-    return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
 
 
 @triton.jit
@@ -97,10 +83,7 @@ def copy_of(group, SHARED: tl.constexpr, NAME: tl.constexpr, HEADS: tl.constexpr
 
 @triton.jit
 def first_of(group, rows, H: tl.constexpr, HEADS: tl.constexpr = 1):
-    """The offset of a group's first row of H elements, as a product from which the compiler sees what divides it.
-
-    The compiler loads no wider than that allows.
-    """
+    """The offset of a group's first row, as a product: the compiler loads as wide as it sees what divides that."""
     if HEADS == 1:
         return group * (tl.cast(rows, tl.int64) * H)
     else:

@@ -11,13 +11,12 @@ from jln._junction.kernels.addresses import (
     columns_from,
     contains,
     group_of,
-    position,
     rows_at,
     rows_of,
     tile_from,
     tiles_of,
 )
-from jln._junction.kernels.row_terms import load_row_terms, pulled_back, store_sum
+from jln._junction.kernels.row_terms import load_row_terms, position, pulled_back, store_sum
 from jln._junction.kernels.terms import (
     affine,
     gated,

@@ -6,8 +6,18 @@ The numbers in brackets are the equations of `jln._junction.formulas`.
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import contains, position
+from jln._junction.kernels.addresses import contains
 from jln._junction.kernels.terms import load_silu
+
+
+@triton.constexpr_function
+def count(values):
+    return len(values)
+
+
+@triton.constexpr_function
+def position(names, name):
+    return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
 
 
 @triton.jit

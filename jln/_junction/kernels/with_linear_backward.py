@@ -9,15 +9,13 @@ import triton.language as tl
 from jln._junction.kernels.addresses import (
     columns_at,
     contains,
-    count,
     first_of,
     group_of,
     numbers,
-    position,
     rows_of,
     tiles_of,
 )
-from jln._junction.kernels.row_terms import store_sum
+from jln._junction.kernels.row_terms import count, position, store_sum
 from jln._junction.kernels.terms import affine, gated, load_matrix, load_offset, load_scale, load_vector, with_bias
 
 

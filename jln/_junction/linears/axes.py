@@ -44,7 +44,7 @@ def einsum(
     precision: Any,
     preferred_element_type: Any = None,
 ) -> Array:
-    """The product of a and b, summed over the axes that are not in `axes`, by the steps of `jnp.einsum`.
+    """The product of a and b, summed over the axes of both that are not in `axes`, by the steps of `jnp.einsum`.
 
     Libraries that quantise a model (qwix) put their own functions in place of `jnp.einsum` and `lax.dot_general` while
     it runs. JAX traces an operation then, or has before: one that called these would be another each time. `lax.dot` is
@@ -53,15 +53,12 @@ def einsum(
     dtype = preferred_element_type or jnp.promote_types(a.dtype, b.dtype)
     of_a, of_b = (dict(zip(labels, x.shape, strict=True)) for labels, x in ((a_axes, a), (b_axes, b)))
     (a, a_axes), (b, b_axes) = _without_broadcasts(a, a_axes, of_b), _without_broadcasts(b, b_axes, of_a)
-    a, a_axes = _summed(a, a_axes, (*b_axes, *axes), dtype)
-    b, b_axes = _summed(b, b_axes, (*a_axes, *axes), dtype)
     both = [label for label in a_axes if label in b_axes]
-    batch = [label for label in axes if label in both]
-    names = [*batch, *(label for label in (*a_axes, *b_axes) if label not in both)]
-    if names != [*axes]:  # the other way round there may be nothing to transpose
-        (a, a_axes), (b, b_axes) = (b, b_axes), (a, a_axes)
-        names = [*batch, *(label for label in (*a_axes, *b_axes) if label not in both)]
-    summed = sorted(label for label in both if label not in axes)
+    batch, summed = [label for label in axes if label in both], sorted(label for label in both if label not in axes)
+    free = [[label for label in of if label not in both] for of in (a_axes, b_axes)]
+    if [*batch, *free[0], *free[1]] != [*axes]:  # the other way round there may be nothing to transpose
+        (a, a_axes), (b, b_axes), free = (b, b_axes), (a, a_axes), free[::-1]
+    names = [*batch, *free[0], *free[1]]
     numbers: Any = [[[labels.index(n) for n in of] for labels in (a_axes, b_axes)] for of in (summed, batch)]
     y = lax.dot(a, b, dimension_numbers=numbers, precision=precision, preferred_element_type=dtype)
     return lax.transpose(y, [names.index(label) for label in axes])
@@ -71,10 +68,3 @@ def _without_broadcasts(a: Array, labels: Sequence[int], others: dict[int, int])
     """An array without its axes of size 1 that are longer in the other, whose sizes these are, and the labels left."""
     gone = [i for i, label in enumerate(labels) if a.shape[i] == 1 and others.get(label, 1) != 1]
     return lax.squeeze(a, gone), [label for i, label in enumerate(labels) if i not in gone]
-
-
-def _summed(a: Array, labels: Sequence[int], kept: Sequence[int], dtype: Any) -> tuple[Array, list[int]]:
-    """An array summed over the axes that are not among these, in no narrower a dtype, and the labels left."""
-    gone = [i for i, label in enumerate(labels) if label not in kept]
-    a = lax.reduce_sum(a.astype(jnp.promote_types(a.dtype, dtype)), gone) if gone else a
-    return a, [label for i, label in enumerate(labels) if i not in gone]

@@ -84,7 +84,8 @@ from jln._junction.linears.axes import Axes, einsum
 def column_sums(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
     """Term (12) of one Linear: the sum of each column of dy over all rows, as the gradient of a bias."""
     (dy,), (features,), (dtype,) = operands.dy, junction.features, dtypes.bias
-    return Arrays(bias=(of_columns(dy, Axes.of(dy.ndim - features + 1, batch_dims, features), dtype),))
+    wide = jnp.promote_types(norms_in_jnp.compute_dtype(dy.dtype), dtype)
+    return Arrays(bias=(jnp.sum(dy.astype(wide), range(batch_dims, dy.ndim - features)).astype(dtype),))  # (12)
 
 
 Gathered = tuple[tuple[int, norms_in_jnp.MeshAxes], ...]
@@ -121,11 +122,8 @@ def affine(
     compute = norms_in_jnp.compute_dtype(z.dtype)
     rounded_first = not h_axes and (bias is None or z.dtype == bias.dtype == jnp.bfloat16)
     sums = z.dtype if rounded_first else compute
-    kernel = kernel.astype(z.dtype)
     how = {"precision": precision, "preferred_element_type": sums}
-    of_bias_alone = axes.without((*axes.z, *axes.kernel))
-    y_axes = [label for i, label in enumerate(axes.y) if i not in of_bias_alone]
-    y = jnp.expand_dims(einsum(z, axes.z, kernel, axes.kernel, y_axes, **how), of_bias_alone)  # (11)
+    y = einsum(z, axes.z, kernel.astype(z.dtype), axes.kernel, axes.y, **how)  # (11)
     if h_axes:
         y = lax.psum(y, h_axes)
     if bias is not None:
@@ -278,7 +276,7 @@ def backward(
                 of = dy[i]
                 if norms is IN_JNP_ON_CPU:  # where XLA multiplies bfloat16 to float32, as shares are, in few layouts
                     of = of.astype(jnp.promote_types(dtype, of.dtype))
-                dkernel[i] = of_rows(of, z, axes[i], junction.precision, dtype)
+                dkernel[i] = _dkernel(of, z, axes[i], junction.precision, dtype)
         if from_bias or dtypes.bias[i] is not None:
             dtype = norms_in_jnp.compute_dtype(dy[i].dtype).name if from_bias else dtypes.bias[i]
             of_one = Junction(norm, features=(junction.features[i],))
@@ -294,19 +292,14 @@ def backward(
 
 def _dz(dy: Array, kernel: Array, axes: Axes, junction: Junction) -> Array:
     """Term (14) for one product."""
+    dtype = gradients_in_jnp.dtype_in_memory(dy.dtype)
     if junction.eight_bits:
-        dtype = gradients_in_jnp.dtype_in_memory(dy.dtype)
         return eight_bits.of_features(dy, kernel, axes.features, junction, dtype)  # (14)
-    return of_features(dy, kernel, axes, junction.precision)
-
-
-def of_features(dy: Array, kernel: Array, axes: Axes, precision: Any) -> Array:
-    """Term (14) for one product."""
-    how: Any = {"precision": precision, "preferred_element_type": gradients_in_jnp.dtype_in_memory(dy.dtype)}
+    how: Any = {"precision": junction.precision, "preferred_element_type": dtype}
     return einsum(dy, axes.y, kernel.astype(dy.dtype), axes.kernel, axes.z, **how)  # (14)
 
 
-def of_rows(dy: Array, z: Array, axes: Axes, precision: Any, dtype: Any) -> Array:
+def _dkernel(dy: Array, z: Array, axes: Axes, precision: Any, dtype: Any) -> Array:
     """Term (13) for one product, in `dtype`.
 
     dy first, then transposed, as JAX transposes a product. The other way round XLA's CPU backend (jaxlib from 0.10.2
@@ -317,12 +310,6 @@ def of_rows(dy: Array, z: Array, axes: Axes, precision: Any, dtype: Any) -> Arra
     transposed = sorted(axes.kernel, key=lambda label: label not in axes.y)
     dkernel = einsum(dy, axes.y, z.astype(dy.dtype), axes.z, transposed, **how)  # (13)
     return dkernel.transpose([transposed.index(label) for label in axes.kernel]).astype(dtype)
-
-
-def of_columns(dy: Array, axes: Axes, dtype: Any) -> Array:
-    """Term (12) for one product, in `dtype`."""
-    wide = jnp.promote_types(norms_in_jnp.compute_dtype(dy.dtype), dtype)
-    return jnp.sum(dy.astype(wide), axes.without(axes.bias)).astype(dtype)  # (12)
 
 
 def _doffset_from(dbias: Array, kernel: Array, axes: Axes) -> Array:
