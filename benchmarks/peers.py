@@ -58,7 +58,7 @@ class Peer:
 
 
 def _jln(workload: Workload) -> Callable[..., Any]:
-    return workload.function(**kernels_asked_for())
+    return workload.function(**(kernels_asked_for() if workload.is_over_last else {}))
 
 
 def _norm_and_products(workload: Workload) -> Callable[..., Any]:

@@ -73,8 +73,6 @@ def _missed(miss: Miss) -> Finding:
 class _Rewriting:
     def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
         self.graph, self.options, self.constants = graph, options, constants
-        over_other_axes = [n for n in norms if not n.is_of_rows]
-        norms = [n for n in norms if n.is_of_rows]
         self.in_front: set[Value] = set()
         self.junctions: dict[Value, Junction] = {}  # by their norm's y
         by_result = {n.y: n for n in norms}
@@ -83,7 +81,7 @@ class _Rewriting:
         behind = {a.y for a in additions if a is not None}  # sums that are a part of the norm in front of them
         totals: set[Value] = set()
         for norm in norms:
-            junction = junction_of(graph, norm, by_result, constants)
+            junction = junction_of(graph, norm, by_result, constants) if norm.is_of_rows else None
             if junction is None or junction.total in totals or self._reads_total(norm, junction):
                 continue
             if junction.in_front is not None or junction.total not in behind:
@@ -103,8 +101,7 @@ class _Rewriting:
             elif isinstance(found, str):
                 self.why_not_in_eight_bits[norm.y] = found
         self.norms = [n for n in norms if n.y not in self.in_front and self._why_left(n) is None]
-        left = [n for n in norms if n.y not in self.in_front and self._why_left(n) is not None]
-        self.left = over_other_axes + left
+        self.left = [n for n in norms if n.y not in self.in_front and self._why_left(n) is not None]
 
     def _why_left(self, norm: Norm) -> str | None:
         """The reason why a norm is better left to XLA, which the whole program tells; else None."""

@@ -47,8 +47,7 @@ class Case:
     wanted: letters of the operands whose gradients are taken; all if empty.
     gate_of_rows: whether a gate has one value a row.
     of_examples: whether x's first axis is that of examples, each of which has a scale, an offset and a gate of its own;
-      there is no x_bias then.
-    of_groups: the same of the axis before the normalised one. behind: how many axes are between these two.
+      there is no x_bias then. of_heads: the same of the axis before the normalised one.
     """
 
     operator: str
@@ -65,8 +64,7 @@ class Case:
     wanted: str = ""
     gate_of_rows: bool = False
     of_examples: bool = False
-    of_groups: bool = False
-    behind: int = 0
+    of_heads: bool = False
     zero_centered_scale: bool = False
     epsilon: float = workbench.EPSILON
     forward_mode: bool = False
@@ -109,14 +107,9 @@ class Case:
     def aligned(self) -> bool:
         """True where rows start on 16 bytes, and products have operands in one dtype.
 
-        Of rows that lie side by side, the elements of one place start there. A fused kernel reads a wider residual with
-        gaps between a warp's threads.
+        A fused kernel reads a wider residual with gaps between a warp's threads.
         """
-        last = self.axis in (-1, tuple(range(-len(self.axes), 0)))
-        run = [self.shape[a] for a in self.axes] if last else self.shape[max(self.axes) + 1 :]
-        runs = [int(np.prod(run))]
-        if self.linear:
-            runs = [self.shape[-1], self.columns[-1].stop]
+        runs = [math.prod(self.shape[a] for a in self.axes), *([self.columns[-1].stop] if self.linear else [])]
         one_dtype = not self.linear or (not self.mixed and self.parameters in ("", self.dtype))
         itemsize = min(jnp.dtype(d).itemsize for d in (self.dtype, self.residual or self.dtype))
         return one_dtype and all(run * itemsize % 16 == 0 for run in runs)
@@ -138,9 +131,9 @@ class Case:
         return "r" in self.letters
 
     @property
-    def own_axis(self) -> int | None:
-        """The axis of examples or of groups."""
-        return 0 if self.of_examples else self.axes[0] % len(self.shape) - 1 - self.behind if self.of_groups else None
+    def own_axes(self) -> list[int]:
+        """The axes of examples and of heads."""
+        return [0] * self.of_examples + [len(self.shape) - 2] * self.of_heads
 
     @property
     def large(self) -> frozenset[int]:
@@ -156,7 +149,7 @@ class Case:
         of_rows = letter == "g" and self.gate_of_rows
         axes = [a % len(self.shape) for a in self.axes]
         return tuple(
-            n if (i not in axes if of_rows else i in axes or i == self.own_axis) else 1
+            n if (i not in axes if of_rows else i in axes or i in self.own_axes) else 1
             for i, n in enumerate(self.shape)
         )
 
@@ -174,7 +167,7 @@ def _one(case: Case) -> dict[str, np.ndarray | None]:
     if case.residual:
         given["r"] = given["r"].astype(case.residual)
     for i, letter in enumerate("sogpq"):
-        if given.get(letter) is not None and (case.own_axis is not None or (letter == "g" and case.gate_of_rows)):
+        if given.get(letter) is not None and (case.own_axes or (letter == "g" and case.gate_of_rows)):
             given[letter] = workbench.normal(30 + i, case.parameter_shape(letter), case.parameters or case.dtype)
     given |= {letter: None for letter in case.without}
     for i in case.unbiased:
@@ -253,7 +246,7 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
         return None
     if case.gate_of_rows and name in ("g", "dgate"):
         return a.reshape(-1, 1)
-    if case.own_axis is not None and name in OF_EXAMPLES:
+    if case.own_axes and name in OF_EXAMPLES:
         return a.reshape(-1)
     if case.linear:
         return a if a.ndim < 2 else a.reshape(-1, a.shape[-1])
@@ -271,12 +264,15 @@ def judged(case: Case, given, got, plain) -> dict[str, float]:
     """Each result's largest error as a part of what is allowed: 1 is all of it."""
     worst: dict[str, float] = {}
     sums: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for i in range(EXAMPLES if case.over else 1 if case.own_axis is None else case.shape[case.own_axis]):
+    for i, *own in np.ndindex(EXAMPLES if case.over else 1, *(case.shape[axis] for axis in case.own_axes)):
 
-        def example(name, a, batched, i=i):
-            if case.own_axis is not None and a is not None and name not in OF_LINEAR:
-                return np.take(a, [i], case.own_axis)
-            return a[i] if a is not None and batched else a
+        def example(name, a, batched, i=i, own=own):
+            if a is None:
+                return None
+            a = a[i] if batched else a
+            for axis, place in zip(case.own_axes, own, strict=True):
+                a = a if name in OF_LINEAR else np.take(a, [place], axis)
+            return a
 
         rows = {k: as_rows(case, k, example(k, a, k in case.over)) for k, a in given.items()}
         ours, theirs = (
@@ -288,7 +284,7 @@ def judged(case: Case, given, got, plain) -> dict[str, float]:
         true = workbench.truth(case.kind, operands, cotangent, ours.get("total"), **options)
         for place in case.unbiased:  # what is not there has no gradient
             true[0]["dbias"][case.columns[place]] = 0
-        if case.own_axis is not None:
+        if case.own_axes:
             for name in OF_LINEAR & ours.keys():
                 value, rounding = sums.get(name, (0, 0))
                 sums[name] = value + true[0][name], np.hypot(rounding, true[1][name])

@@ -20,9 +20,9 @@ KNOWN = {
 
 # Who has taken functions out of a module, and must do so again.
 _LAUNCHES = "jln._junction.launches"
-_NAMES = ("forward", "backward", "side_by_side", "with_linear", "with_linear_backward")
+_NAMES = ("forward", "backward", "with_linear", "with_linear_backward")
 _KERNELS = [f"jln._junction.kernels.{name}" for name in _NAMES]
-USERS = {name: [_LAUNCHES] for name in (*_KERNELS[:3], "jln._junction.geometry")}
+USERS = {name: [_LAUNCHES] for name in (*_KERNELS[:2], "jln._junction.geometry")}
 _ROW_TERMS = "jln._junction.kernels.row_terms"
 USERS |= {f"jln._junction.kernels.{name}": [_ROW_TERMS, *_KERNELS, _LAUNCHES] for name in ("addresses", "terms")}
 USERS[_ROW_TERMS] = [*_KERNELS[1:], _LAUNCHES]

@@ -1,7 +1,7 @@
 """Print what executing the kernels came to: errors, sectors, widths of loads, instructions, seconds.
 
-python tests/executed/table.py              # what tests/executed holds to limits, a few minutes
-python tests/executed/table.py 768 axis=0   # of all cases those whose name has one of these words
+python tests/executed/table.py                # what tests/executed holds to limits, a few minutes
+python tests/executed/table.py 768 of_heads   # of all cases those whose name has one of these words
 """
 
 import pathlib
@@ -14,6 +14,7 @@ sys.path[:0] = [
     *(str(HERE.parents[1] / folder) for folder in ("benchmarks", "")),
 ]
 import conftest  # noqa: E402, F401  # it chooses the environment, before JAX loads
+import test_gated  # noqa: E402
 import test_linears  # noqa: E402
 import test_norms  # noqa: E402
 import test_traffic  # noqa: E402
@@ -26,11 +27,11 @@ from ptx import Violation  # noqa: E402
 
 EVERY = [
     *test_traffic.MEMORY, *test_traffic.HEADS, *test_norms.SIZES, *test_norms.OPTIONS, *test_norms.MIXED,
-    *test_norms.STRIDED, *test_norms.VMAP, *test_linears.FUSED, *test_linears.COMPOSED, *test_linears.VMAP,
+    *test_gated.HEADS, *test_norms.VMAP, *test_linears.FUSED, *test_linears.COMPOSED, *test_linears.VMAP,
     *test_linears.FUSED_SUMS, *test_linears.FUSED_SEVERAL, *test_linears.FUSED_SOME, *test_linears.COMPOSED_SUMS,
     *test_linears.COMPOSED_SEVERAL, *test_linears.COMPOSED_SOME,
 ]  # fmt: skip
-BY_DEFAULT = [*test_traffic.MEMORY, *test_traffic.HEADS, *test_norms.STRIDED, *test_linears.FUSED]
+BY_DEFAULT = [*test_traffic.MEMORY, *test_traffic.HEADS, *test_gated.HEADS, *test_linears.FUSED]
 
 
 def rows(case):

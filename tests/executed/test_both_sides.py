@@ -7,7 +7,7 @@ GATED, GATED_LAYERS = f"{BOTH}, gate", f"{LAYERS}, gate"
 
 # Tiles of several rows, several programs and a ragged last tile; one row; rows on 16 bytes and not; a float32 residual;
 # the widest rows that a tile holds; beside a float32 residual 5376, of which a fourth round of a thread's is left out.
-# Wider rows, and rows side by side, take two kernels forward and two backward.
+# Wider rows take two kernels forward and two backward.
 WHOLE = [
     Case(BOTH, (70, 128), "bfloat16", "small-h200"),
     Case(BOTH, (37, 17), "float32", "l4"),
@@ -22,7 +22,6 @@ WHOLE = [
     Case(BOTH, (19, 256), "bfloat16", "small-h200", wanted="p"),
     Case(BOTH, (19, 256), "bfloat16", "small-h200", wanted="rs"),
     Case(BOTH, (3, 16384), "bfloat16", "small-h200"),
-    Case(BOTH, (5, 40, 64), "bfloat16", "small-b200", axis=1),
     Case(BOTH, (9, 40), "float32", "small-h200", forward_mode=True),
     Case(BOTH, (7, 5376), "bfloat16", "small-h200", residual="float32", parameters="float32"),
     Case(BOTH, (4, 8192), "bfloat16", "small-h200", residual="float32"),
@@ -46,16 +45,15 @@ BETWEEN = [
     Case(GATED_LAYERS, (33, 768), "bfloat16", "small-b200", residual="float32", parameters="float32"),
     Case(GATED_LAYERS, (9, 100), "float64", "a100", gate_of_rows=True),
     Case(GATED, (3, 16384), "bfloat16", "small-h200"),
-    Case(GATED_LAYERS, (5, 40, 64), "float32", "small-b200", axis=1),
     Case(GATED, (19, 256), "bfloat16", "small-h200", wanted="g"),
     Case(GATED, (3, 70, 128), "bfloat16", "small-h200", of_examples=True),
     Case(GATED, (5, 5376), "bfloat16", "small-a100", residual="float32", parameters="float32"),
     Case(GATED_LAYERS, (5, 4096), "bfloat16", "small-h200", residual="float32", parameters="float32"),
 ]
 
-OF_GROUPS = [
-    Case(BOTH, (5, 4, 128), "bfloat16", "small-h200", of_groups=True),
-    Case(GATED_LAYERS, (5, 4, 100), "float32", "small-a100", of_groups=True),
+OF_HEADS = [
+    Case(BOTH, (5, 4, 128), "bfloat16", "small-h200", of_heads=True),
+    Case(GATED_LAYERS, (5, 3, 100), "float32", "small-a100", of_heads=True),
 ]
 
 LINEARS = [
@@ -75,12 +73,11 @@ BEHIND = [
     Case("rms_norm_add", (33, 768), "bfloat16", "small-b200", residual="float32", parameters="float32"),
     Case("layer_norm_add", (9, 33), "float32", "a100", residual="float64"),
     Case("layer_norm_add", (2, 40000), "bfloat16", "small-h200"),
-    Case("rms_norm_add", (5, 40, 64), "bfloat16", "h200", axis=1),
     Case("rms_norm_add", (9, 40), "float32", "small-h200", over="rd"),
 ]
 
 
-@cases(WHOLE, quick=(0, 1, 2, 4, 8, 10, 15))
+@cases(WHOLE, quick=(0, 1, 2, 4, 8, 10, 14))
 def test_norms_on_both_sides(case):
     check(case)
 
@@ -95,8 +92,8 @@ def test_a_gate_between_the_norms(case):
     check(case)
 
 
-@cases(OF_GROUPS, quick=(1,))
-def test_groups_that_lie_interleaved(case):
+@cases(OF_HEADS, quick=(1,))
+def test_parameters_of_heads(case):
     check(case)
 
 

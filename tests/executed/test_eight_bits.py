@@ -20,13 +20,16 @@ from jln._operators.eight_bits import Made, Ways
 from ptx import Program
 
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-# Rows of one tile, of a ragged one, of several rows a program, and of chunks; chips that have each their own PTX.
+# Rows of one tile, of a ragged one, of several rows a program, and of chunks; and heads, each with a scale of its own;
+# chips that have each their own PTX.
 CASES = [
     ("rms_norm", (37, 96), "bfloat16", "small-h200", "e4m3"),
     ("layer_norm", (5, 768), "float16", "l4", "e5m2"),
     ("add_rms_norm", (9, 4096), "bfloat16", "b200", "e4m3"),
     ("add_layer_norm", (3, 20000), "bfloat16", "small-h200", "e4m3"),
     ("rms_norm_add_rms_norm", (19, 256), "float32", "h200", "e5m2"),
+    ("layer_norm", (21, 3, 128), "bfloat16", "small-h200", "e4m3"),
+    ("rms_norm", (2, 3, 20000), "bfloat16", "b200", "e4m3"),
 ]
 
 
@@ -35,8 +38,11 @@ CASES = [
 def test_bits(name, shape, dtype, chip, to, blocks):
     operator = workbench.OPERATORS.get(name) or workbench.FORMS[name]
     x, *rest = workbench.arguments(operator, shape, dtype)
-    x = (x * jnp.exp2(jnp.arange(shape[0]) % 24 - 12)[:, None]).astype(dtype).at[0].set(0)
+    magnitudes = jnp.exp2(jnp.arange(shape[0]) % 24 - 12).reshape(-1, *[1] * (len(shape) - 1))
+    x = (x * magnitudes).astype(dtype).at[0].set(0)
     rest = [None if a is None else a * 3 for a in rest]
+    if len(shape) > 2:
+        rest = [None if a is None else jnp.stack([a * (i + 1) for i in range(shape[1])])[None] for a in rest]
     scale, eight = np.float32(0.037), DTYPES[to]
     quantize = jln.MXFloat8(eight) if blocks else jln.Float8(scale, eight)
 

@@ -1,4 +1,4 @@
-"""Compiled kernels of gated norms, and of groups whose rows are interleaved in memory, executed."""
+"""Compiled kernels of gated norms, and of heads with parameters of their own, executed."""
 
 from cases import Case, cases, check
 
@@ -6,8 +6,7 @@ FIRST = "rms_norm_gated"
 LAST = "rms_norm_gated, norm_before_gate=False"
 
 # Whole rows, with several programs and a ragged last tile; one row; the widest whole rows; rows that several programs
-# share; rows in chunks, of which one kernel takes 10248 and 16384 in 16 bits, the last chunk of a few columns or whole;
-# rows side by side, whole and in chunks.
+# share; rows in chunks, of which one kernel takes 10248 and 16384 in 16 bits, the last chunk of a few columns or whole.
 SIZES = [
     Case(FIRST, (70, 128), "bfloat16", "small-h200"),
     Case(LAST, (70, 128), "bfloat16", "small-h200"),
@@ -23,27 +22,25 @@ SIZES = [
     Case(FIRST, (19, 100), "bfloat16", "small-a100", wanted="z"),
     Case(LAST, (19, 100), "bfloat16", "small-a100", wanted="zs"),
     Case(FIRST, (19, 100), "bfloat16", "small-a100", wanted="x", forward_mode=True),
-    Case(FIRST, (5, 100, 7), "float32", "l4", axis=1),
-    Case(LAST, (5, 40, 64), "bfloat16", "small-b200", axis=1),
     Case(LAST, (7, 10248), "bfloat16", "small-h200", zero_centered_scale=True),
     Case(LAST, (4, 16384), "float16", "small-h200", wanted="xz"),
     Case(FIRST, (4, 20000), "bfloat16", "small-b200", without="s"),
-    Case(FIRST, (2, 600, 48), "bfloat16", "small-h200", axis=1, zero_centered_scale=True),
-    Case(LAST, (2, 1300, 24), "float32", "small-a100", axis=1),
 ]
 
-# The groups' axis is directly before the normalised one, which is the last or not. A group has several programs or one.
-GROUPS = [
-    Case(LAST, (40, 4, 128), "bfloat16", "small-h200", of_groups=True),
-    Case(FIRST, (9, 3, 100), "float32", "l4", of_groups=True),
-    Case(LAST, (3, 4, 40, 16), "bfloat16", "small-h200", axis=2, of_groups=True),
-    Case(LAST, (3, 2, 600, 48), "bfloat16", "small-h200", axis=2, of_groups=True),
-    Case("layer_norm", (29, 5, 1000), "float32", "small-h200", of_groups=True),
-    Case("rms_norm", (3, 4, 2, 16400), "bfloat16", "small-a100", of_groups=True),
-    Case("rms_norm", (3, 4, 21, 128), "bfloat16", "small-h200", of_groups=True, behind=1),  # heads before positions
-    Case("add_layer_norm, x_bias and gate", (9, 3, 100), "float32", "h200", without="e", of_groups=True),
-    Case("add_layer_norm, x_bias and gate", (9, 3, 5, 8), "float32", "h200", without="eso", axis=2, of_groups=True,
+# A head has several programs or one, of whole rows or of chunks. vmap's examples share heads' parameters, or the rows.
+HEADS = [
+    Case(LAST, (40, 4, 128), "bfloat16", "small-h200", of_heads=True),
+    Case(FIRST, (9, 3, 100), "float32", "l4", of_heads=True),
+    Case("layer_norm", (29, 5, 1000), "float32", "small-h200", of_heads=True),
+    Case("rms_norm", (3, 4, 2, 16400), "bfloat16", "small-a100", of_heads=True),
+    Case("rms_norm", (9, 3, 65), "float16", "b200", of_heads=True),
+    Case("add_layer_norm, x_bias and gate", (9, 3, 100), "float32", "h200", without="e", of_heads=True),
+    Case("add_layer_norm, x_bias and gate", (9, 3, 40), "float32", "h200", without="eo", of_heads=True,
          gate_of_rows=True),
+    Case("add_layer_norm", (9, 3, 40), "float32", "small-h200", of_heads=True, over="xrdt"),
+    Case("layer_norm", (21, 4, 64), "bfloat16", "small-h200", of_heads=True, over="sd"),
+    Case("rms_norm", (2, 5, 16400), "bfloat16", "small-h200", of_heads=True, over="x"),
+    Case("rms_norm", (9, 3, 128), "bfloat16", "small-h200", of_heads=True, forward_mode=True),
 ]  # fmt: skip
 
 VMAP = [
@@ -53,13 +50,13 @@ VMAP = [
 ]
 
 
-@cases(SIZES, quick=(0, 4, 6, 8, 9, 11, 15))
+@cases(SIZES, quick=(0, 4, 6, 8, 9, 11))
 def test_sizes(case):
     check(case)
 
 
-@cases(GROUPS, quick=(0, 2, 5, 6, 7))
-def test_groups(case):
+@cases(HEADS, quick=(0, 2, 3, 5, 7, 8))
+def test_parameters_of_heads(case):
     check(case)
 
 

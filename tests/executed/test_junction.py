@@ -28,18 +28,18 @@ OF_ROWS = [
     Case(RMS, (29, 1000), "float32", "small-l4", gate_of_rows=True),
     Case(LAYER, (3, 16400), "bfloat16", "small-h200", gate_of_rows=True),
     Case(LAYER, (2, 40000), "float32", "small-a100", gate_of_rows=True),
-    Case(LAYER, (5, 100, 7), "float32", "l4", axis=1, gate_of_rows=True),
-    Case(RMS, (5, 40, 64), "bfloat16", "small-b200", axis=1, gate_of_rows=True, wanted="gx"),
+    Case(RMS, (5, 40, 64), "bfloat16", "small-b200", gate_of_rows=True, wanted="gx"),
 ]
 
-# Examples whose rows take several programs each, and examples whose rows take one.
+# Examples whose rows take several programs each, and examples whose rows take one; and examples of several heads.
 OF_EXAMPLES = [
     Case(LAYER, (3, 70, 128), "bfloat16", "small-h200", without="e", of_examples=True),
     Case("layer_norm", (3, 29, 1000), "float32", "l4", of_examples=True),
     Case(RMS, (7, 5, 768), "float16", "a100", without="e", of_examples=True),
     Case(LAYER, (2, 3, 16400), "bfloat16", "small-h200", without="e", of_examples=True),
-    Case("rms_norm", (3, 40, 64), "bfloat16", "small-b200", axis=1, of_examples=True),
     Case(LAYER, (3, 9, 100), "float32", "h200", without="eso", of_examples=True, gate_of_rows=True),
+    Case("rms_norm", (3, 40, 4, 64), "bfloat16", "small-b200", of_examples=True, of_heads=True),
+    Case(LAYER, (2, 9, 3, 100), "float32", "small-h200", without="e", of_examples=True, of_heads=True),
 ]
 
 # With x_bias and a gate, norm and product are composed even where there are few features.
@@ -62,12 +62,12 @@ def test_sums(case):
     check(case)
 
 
-@cases(OF_ROWS, quick=(0, 2, 5))
+@cases(OF_ROWS, quick=(0, 2, 4))
 def test_gates_of_rows(case):
     check(case)
 
 
-@cases(OF_EXAMPLES, quick=(0, 1, 5))
+@cases(OF_EXAMPLES, quick=(0, 1, 4, 5))
 def test_parameters_of_examples(case):
     check(case)
 

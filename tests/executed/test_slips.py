@@ -11,20 +11,17 @@ from slips import broken
 
 ACCESS = "jln._junction.kernels.addresses"
 NORMS, NORM_LAUNCH = "jln._junction.kernels.backward", "jln._junction.launches"
-BESIDE = "jln._junction.kernels.side_by_side"
 GEOMETRY = "jln._junction.geometry"
 TERMS, ROW_TERMS = "jln._junction.kernels.terms", "jln._junction.kernels.row_terms"
 LINEARS, LINEAR_LAUNCH = "jln._junction.kernels.with_linear", "jln._junction.linears.launches"
 LINEARS_BACKWARD = "jln._junction.kernels.with_linear_backward"
 # In turn: several tiles, the last one ragged, of rows whose length is no power of two; more tiles than programs; rows
-# that several programs share; rows in chunks; rows that lie side by side, and longer ones in several groups; several
-# groups.
+# that several programs share; rows in chunks; several groups; several groups of heads, which share some operands.
 WHOLE = Case("add_layer_norm", (37, 100), "float32", "small-h200")
 UNALIGNED = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
 CHUNKS = Case("layer_norm", (3, 16401), "bfloat16", "small-h200")
-STRIDED = Case("layer_norm", (3, 24, 40), "float32", "small-h200", axis=1)
-SIDE_BY_SIDE = Case("layer_norm", (3, 300, 48), "bfloat16", "small-h200", axis=1, over="xsd")
 GROUPS = Case("add_layer_norm", (9, 40), "float32", "small-h200", over="rsd")
+HEADS = Case("layer_norm", (21, 3, 64), "bfloat16", "small-h200", of_heads=True, over="sd")
 FUSED = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 FUSED_MMA = dataclasses.replace(FUSED, chip="small-a100")
 OF_EXAMPLES = Case("layer_norm_linear", (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True)
@@ -102,12 +99,11 @@ LAUNCHES = [
     ("a program too few", WHOLE, "forward", grid(-1)),
     ("a group of programs too many", GROUPS, "backward", grid(1)),
     ("a program too few, which owns columns", CHUNKS, "backward", grid(-1)),
-    ("fewer programs than groups, side by side", SIDE_BY_SIDE, "side_by_side", grid(-4)),
     ("a tile too few to reduce", WHOLE, "reduce", grid(-1)),
     ("a row too many", WHOLE, "forward", scalar(0, 1)),
     ("a row too few", WHOLE, "forward", scalar(0, -1)),
     ("a row too many, backward", CHUNKS, "backward", scalar(0, 1)),
-    ("a row too few, side by side", dataclasses.replace(STRIDED, over="sd"), "forward", scalar(0, -40)),
+    ("a row too few of each head", HEADS, "forward", scalar(0, -1)),
     ("a share too many", WHOLE, "reduce", scalar(0, 1)),
     ("a share too few", WHOLE, "reduce", scalar(0, -1)),
     ("rows and groups swapped", GROUPS, "backward", swap_scalars),
@@ -117,13 +113,12 @@ LAUNCHES = [
     ("dy and the sum swapped", WHOLE, "backward", swap_arrays(0, 2)),
     ("mean and rstd swapped", CHUNKS, "row_sums", swap_arrays(3, 4)),
     ("c1 and c2 swapped", CHUNKS, "backward", swap_arrays(5, 6)),
-    ("mean and rstd swapped, side by side", SIDE_BY_SIDE, "side_by_side", swap_arrays(3, 4)),
     ("dtotal and the sum swapped, fused", FUSED_SUM, "backward", swap_arrays(1, 2)),
     ("the residual and the scale swapped, fused", FUSED_SUM, "forward", swap_arrays(1, 2)),
     ("dz and the sum swapped beside y", COMPOSED_SUM, "backward", swap_arrays(0, 2)),
     ("dtotal and the sum swapped beside y", COMPOSED_SUM, "backward", swap_arrays(1, 2)),
     ("half of the warps", WHOLE, "forward", lambda call: setattr(call, "warps", call.warps // 2)),
-    ("too little shared memory", STRIDED, "backward", lambda call: setattr(call, "shared", call.shared - 16)),
+    ("too little shared memory", WHOLE, "backward", lambda call: setattr(call, "shared", call.shared - 16)),
     ("a barrier dropped", CHUNKS, "forward", text(r"bar\.sync\s+0;", "")),
     ("a wait dropped", WHOLE, "backward", text(r"cp\.async\.wait_group\s+\d+;", "", 0)),
     ("a product's wait dropped", FUSED, "row_sums", text(r"wgmma\.wait_group\.sync\.aligned\s+\d+;", "", 0)),
@@ -136,15 +131,20 @@ LAUNCHES = [
 
 SOURCES = [
     # Row strides, bounds and masks.
-    ("rows at the tile's width", WHOLE, ACCESS, "first * (H * groups), local.to(wide) * (H * groups)",
+    ("rows at the tile's width", WHOLE, ACCESS, "first * (H * HEADS), local.to(wide) * (H * HEADS)",
      "first * 128, local.to(wide) * 128"),
+    ("rows of all heads from the first one's", HEADS, ACCESS, "(H * HEADS)) + group % HEADS * H", "(H * HEADS))"),
+    ("a shared operand of the first head", HEADS, ACCESS, "return group % HEADS if", "return group * 0 if"),
+    ("a row's statistics in another head's place", HEADS, ACCESS,
+     "return (first + local) * HEADS", "return first + local"),
+    ("programs of one head before the next one's", HEADS, ACCESS, "turn // programs * HEADS + program % HEADS",
+     "turn // programs + program % HEADS"),
     ("a fused row stride of the tile's width", dataclasses.replace(FUSED, features=(24,)), LINEARS,
-     "rows_of(tile, rows, N, 1, INTERLEAVED, None, BLOCK_ROWS)\n    y_ptr",
-     "rows_of(tile, rows, BLOCK_N, 1, INTERLEAVED, None, BLOCK_ROWS)\n    y_ptr"),
+     "rows_of(tile, rows, N, BLOCK_ROWS)\n    y_ptr", "rows_of(tile, rows, BLOCK_N, BLOCK_ROWS)\n    y_ptr"),
     ("a sum of another example, fused", OF_EXAMPLES, LINEARS_BACKWARD,
      "at = (group * programs + split % programs) * H + column", "at = (split % programs) * H + column"),
     ("an example's rows from the first row of all, fused", OF_EXAMPLES, LINEARS_BACKWARD,
-     "base += start_of(group, rows, H, 1, INTERLEAVED)\n            row", "pass\n            row"),
+     "base += first_of(group, rows, H)\n            row", "pass\n            row"),
     ("a mask dropped in dkernel's store", dataclasses.replace(FUSED, features=(24,)), LINEARS_BACKWARD,
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty), mask=mask)",
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty))"),
@@ -168,9 +168,6 @@ SOURCES = [
     # Operands and shares, which the kernels find by name.
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
-    ("shares of dscale in the place of doffset's, side by side", SIDE_BY_SIDE, BESIDE,
-     'at, column < H, of_all, "dscale"', 'at, column < H, of_all, "doffset"'),
-    ("chunks of each row's first columns", SIDE_BY_SIDE, BESIDE, "tile_from(chunk * BLOCK_H", "tile_from(chunk"),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), ROW_TERMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
     ("dtotal shared where dy is", GROUPS, NORMS, 'rows_at(dtotal_ptr, "dtotal", ', 'rows_at(dtotal_ptr, "dy", '),
@@ -180,10 +177,11 @@ SOURCES = [
     ("groups forgotten in the grid", GROUPS, NORM_LAUNCH,
      "programs=g.groups * programs * chunks", "programs=programs * chunks"),
     ("groups before rows", GROUPS, NORM_LAUNCH,
-     '**statistics, "rows": g.rows, "groups": g.groups', '**statistics, "rows": g.groups, "groups": g.rows'),
+     '**c1_and_c2, "rows": g.rows, "groups": g.groups', '**c1_and_c2, "rows": g.groups, "groups": g.rows'),
     ("c2 for c1", CHUNKS, NORM_LAUNCH,
-     "backward_kernel, c1_and_c2,", 'backward_kernel, {"c1": c1_and_c2["c2"], "c2": c1_and_c2["c1"]},'),
-    ("epsilon forgotten", dataclasses.replace(WHOLE, epsilon=0.5), NORM_LAUNCH, "EPSILON=norm.epsilon", "EPSILON=1e-6"),
+     '**c1_and_c2, "rows"', '"c1": c1_and_c2["c2"], "c2": c1_and_c2["c1"], "rows"'),
+    ("epsilon forgotten", dataclasses.replace(WHOLE, epsilon=0.5), NORM_LAUNCH,
+     "EPSILON=norm.epsilon,", "EPSILON=1e-6,"),
     ("a shared operand not said to be", GROUPS, GEOMETRY, "shared.append(name)", "pass"),
     ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH,
      "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),

@@ -3,7 +3,6 @@
 import math
 
 import jax.numpy as jnp
-import pytest
 
 import traffic
 from cases import Case, cases, check, execute
@@ -59,19 +58,6 @@ def test_norms_of_heads_leave_the_schedulers_half_of_the_time(case):
     assert found.keys() == ARRAYS.keys()
     for kernel, share in found.items():
         assert share < HEADS_LIMITS[case.operator, kernel], found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "most"), [("bfloat16", 0.87), pytest.param("float32", 0.45, marks=pytest.mark.heavy)]
-)
-def test_longer_rows_side_by_side_leave_the_schedulers_time(dtype, most):
-    """One kernel issues as much as the row sums and the gradients together did, and reads each byte once."""
-    case = Case("layer_norm", (2, 768, 288), dtype, "small-h200", axis=1)
-    shares = {
-        found.kernel: found.issue_share(3 * math.prod(case.shape) * jnp.dtype(dtype).itemsize)
-        for found in traffic.of(check(case).program, case.large)
-    }
-    assert shares["jln_side_by_side_kernel"] < most, shares
 
 
 def test_what_is_narrow_is_seen():

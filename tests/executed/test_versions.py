@@ -14,12 +14,10 @@ LINEAR = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 CASES = [
     Case("add_layer_norm", (29, 1000), "float32", "small-h200"),
     Case("layer_norm", (3, 16400), "bfloat16", "small-h200"),
-    Case("rms_norm", (3, 24, 40), "float16", "small-h200", axis=1),
     dataclasses.replace(LINEAR, chip="small-a100"),
     dataclasses.replace(LINEAR, features=(300,)),
     Case("rms_norm", (3, 16400), "bfloat16", "small-h200"),  # long rows
-    Case("layer_norm", (2, 600, 48), "bfloat16", "small-h200", axis=1),  # longer than a tile, side by side
-    Case("rms_norm", (3, 4, 21, 128), "bfloat16", "small-h200", of_groups=True, behind=1),
+    Case("rms_norm", (21, 4, 128), "bfloat16", "small-h200", of_heads=True),
     Case("rms_norm_add_rms_norm", (33, 128), "bfloat16", "small-h200"),
     Case("add_rms_norm_linear", (33, 128), "bfloat16", "small-h200", (300,), remat=True),
     Case("add_layer_norm_linear, x_bias and gate", (100, 100), "float16", "small-a100", (16,), gate_of_rows=True),

@@ -5,8 +5,8 @@
 
 Each case is compiled with the operators and with `jln.reference`, which is plain jnp. Printed are the cases that move
 more than `--share` of what plain jnp does: MB with the operators, in plain jnp, and with every array moved once; and
-the letters of `known`, of what costs a kernel a copy. A line without a letter is a cliff that nobody has explained:
-`--without bpran` draws no others. The calls name no implementation, as most of users' do. In these programs no
+the letters of `known`, of what costs a copy, or is XLA's. A line without a letter is a cliff that nobody has explained:
+`--without bpx` draws no others. The calls name no implementation, as most of users' do. In these programs no
 cotangent waits for a result, so plain jnp may take the sums of both passes in one read of x, which it cannot in a
 model. It exits with 1 if a call could not be compiled.
 """
@@ -26,9 +26,10 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import jln
-from called import program
+from called import PARAMETERS, program, refused
 from case import Case, result_dtype
 from drawn import Draw
+from jln._junction.arguments import FEWEST_ROWS
 from program import compile_for
 
 
@@ -57,35 +58,31 @@ def case_of(seed: int) -> Case | None:
 
 
 def known(case: Case) -> str:
-    """The letters of what is known to cost a kernel a copy, which XLA reads as it is.
+    """The letters of what is known to cost a copy, or to be XLA's, which moves what plain jnp does.
 
-    b: an array that is broadcast from less. r: an array of rows that examples of vmap share.
-    p: parameters of which each varies along axes of its own, but for an offset that is read row by row.
-    a: arrays of rows, among them results and cotangents, in which the examples of a vmap lie along different axes.
-    n: normalised axes that are not adjacent.
+    b: an array that is broadcast from less.
+    p: parameters of which each varies along axes of its own, and is written out along the others'.
+    x: what kernels refuse; groups of few rows; examples of vmap that share an array of rows, are behind rows in one, or
+      differ in a Linear.
     """
     arrays = case.operands | case.cotangents
-    normalised = [a % len(case.shape) for a in case.axes]
-    shared = [tuple(axis is None for axis in arrays[n].axes) for n in arrays if n in ("x", "residual", "z")]
-    varying, of_others = {}, set()
-    for name in arrays.keys() & {"scale", "offset", "x_scale", "x_offset", "gate", "x_bias"}:
+    varying = {}
+    for name in arrays.keys() & {*PARAMETERS, "x_bias"}:
         shape = case.example_shape(name)
-        of_rows = [i for i, n in enumerate(shape) if n > 1 and i not in normalised] if case.kind(name) == "x" else []
+        of_rows = [i for i, n in enumerate(shape) if n > 1 and i not in case.axes] if case.kind(name) == "x" else []
         varying[name] = (*of_rows, *(axis is None for axis in arrays[name].axes))
-        of_others |= {*of_rows} if name != "offset" else set()
-    offset = varying.get("offset", ())
-    if of_others and {*offset[: len(offset) - len(case.levels)]} - of_others:
-        del varying["offset"]
+    apart = len({*varying.values()}) > 1
+    of_groups = {i for axes in varying.values() for i in axes[: len(axes) - len(case.levels)]}
+    rows = math.prod(n for i, n in enumerate(case.shape) if i not in {*case.axes, *of_groups})
     of_rows = [a.axes for n, a in arrays.items() if n in ("x", "residual", "z", *case.cotangents)]
-    places = [
-        {axes[i] for axes in of_rows} - {None} | {level.out} for i, level in enumerate(case.levels) if level.size > 1
-    ]
+    places = {place for axes in of_rows for place in axes} | {level.out for level in case.levels}
+    linears = [a.axes[case.outer :] for n, a in arrays.items() if n.startswith(("kernel", "bias"))]
+    differ = any(place is not None for axes in linears for place in axes)
+    by_name = dataclasses.replace(case, implementation="triton", quantize=None)
     holds = {
         "b": any(a.small != a.shape for a in arrays.values()),
-        "r": any(any(is_shared) for is_shared in shared),
-        "p": len({*varying.values()}) > 1,
-        "a": any(len(of_level) > 1 for of_level in places),
-        "n": max(normalised) - min(normalised) >= len(normalised),
+        "p": apart,
+        "x": bool(refused(by_name)) or (apart and rows < FEWEST_ROWS) or differ or not places <= {0},
     }
     return "".join(letter for letter, does in holds.items() if does)
 

@@ -45,7 +45,7 @@ def judged(seed: int, say=None) -> dict:
     """Run and judge the case of a seed. say: called with the case in words before it runs."""
     root = TESTS.parent
     sys.path[:0] = [p for p in (str(root), str(root / "benchmarks"), str(TESTS)) if p not in sys.path]
-    from called import results
+    from called import answered
     from drawn import draw
     from judged import judge
 
@@ -54,7 +54,7 @@ def judged(seed: int, say=None) -> dict:
         say(case.in_words())
     told = {"seed": seed, "implementation": str(case.implementation), "asks": case.asks, "share": 0.0, "wrong": []}
     try:
-        verdict = judge(case, results(case))
+        verdict = judge(*answered(case))
         told |= {"share": verdict.share, "wrong": verdict.wrong}
     except Exception:
         told["wrong"] = ["it raised", *traceback.format_exc(limit=-3).strip().splitlines()[-12:]]

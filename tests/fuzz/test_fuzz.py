@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import workbench
-from called import results
+from called import answered
 from case import made
 from catalogue import FORMS
 from drawn import draw
@@ -24,8 +24,7 @@ from judged import expected, judge
 
 
 def is_wrong(seed):
-    case = draw(seed)
-    return bool(judge(case, results(case)).wrong)
+    return bool(judge(*answered(draw(seed))).wrong)
 
 
 # The last one is of several Linears whose scale alone examples have of their own.

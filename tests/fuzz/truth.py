@@ -6,13 +6,12 @@ is shared. They are NumPy's, and nothing here knows `jln.reference` or the rules
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax.numpy as jnp
 import numpy as np
 
-from case import LARGEST, Case, result_dtype
+from case import LARGEST, Case
 from quantised import OF_COTANGENT, OF_KERNEL, in_eight_bits, largest, quantised
 from tracked import Tracked, total, unit
 
@@ -99,8 +98,6 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         keep("offset", dz)
         keep("scale", dz * x_hat)
         g = scaled(dz, s).broadcast_to(full)
-        if _share_rows(case) and _widest_of_rows(case) == "bfloat16":  # float16 is too narrow, and not written
-            g = g.stored("bfloat16")
         d = g - x_hat * (g * x_hat).mean()
         if form.centres:
             d = d - g.mean()
@@ -136,19 +133,12 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
 
 
 def _share_rows(case: Case) -> bool:
-    """Return whether examples share all but scale and offset: their one cotangent of x_hat goes through memory."""
+    """Return whether examples share all but scale and offset, and so the sum that is normalised."""
     return any(
         level.by == "vmap" and {n for n, a in case.operands.items() if a.axes[i] is not None} <= {"scale", "offset"}
         for i, level in enumerate(case.levels)
         if i >= case.outer
     )
-
-
-def _widest_of_rows(case: Case) -> str:
-    """The widest dtype of the cotangents of each y and of the gradients that are made of the one of x_hat."""
-    made = [case.operands[n].dtype for n in case.wanted if n not in ("scale", "offset")]
-    of_y = [result_dtype(case, n) for n in case.cotangents if n != "total"]
-    return jnp.dtype(functools.reduce(jnp.promote_types, [*made, *of_y])).name
 
 
 def normalised(v: Tracked, centred: Tracked, epsilon: float) -> tuple[Tracked, Tracked]:

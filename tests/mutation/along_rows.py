@@ -1,6 +1,6 @@
 """Ways to break blocks of eight bits along the rows."""
 
-from targets import Mutant
+from targets import VMAPS, Mutant
 
 KERNEL = "jln/_junction/kernels/along_rows.py"
 RULES = "jln/_junction/along_rows.py"
@@ -13,7 +13,7 @@ BITS, AFFINE, BESIDE = (
 )
 VMAP = f"{TESTS}test_vmap"
 NORMS = "tests/operators/test_rows_in_eight_bits.py::"
-DERIVATIVES, WIDER = "jln/_junction/derivatives.py", "jln/_junction/wider.py"
+DERIVATIVES = "jln/_junction/derivatives.py"
 USERS, CALL = "jln/_operators/eight_bits.py", "jln/_operators/call.py"
 MESH = "tests/devices/test_eight_bit_linears.py::test_on_a_mesh"
 
@@ -53,8 +53,8 @@ ALONG_ROWS = [
     Mutant(
         "the first rows in each tile",
         KERNEL,
-        'rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))',
-        'rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED)',
+        '"x", group, rows, H, SHARED, base=block * (32 * H))',
+        '"x", group, rows, H, SHARED)',
         (BITS,),
     ),
     Mutant(
@@ -113,7 +113,7 @@ ALONG_ROWS = [
     Mutant(
         "one scale for all examples in blocks of rows",
         RULES,
-        "return not (norm.of_examples or norm.offset_rows)",
+        "return not norm.has_groups",
         "return True",
         (f"{LINEARS}test_parameters_of_examples",),
     ),
@@ -155,22 +155,22 @@ ALONG_ROWS = [
     Mutant(
         "the first rows of what gates",
         KERNEL,
-        'rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))',
-        'rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)',
+        '"z", group, rows, H, SHARED, base=block * (32 * H))',
+        '"z", group, rows, H, SHARED)',
         (f"{NORMS}test_every_norm",),
     ),
     Mutant(
         "the first rows of what gates in front",
         KERNEL,
-        'rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))',
-        'rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)',
+        '"x_z", group, rows, H, SHARED, base=block * (32 * H))',
+        '"x_z", group, rows, H, SHARED)',
         (f"{NORMS}test_every_norm",),
     ),
     Mutant(
         "the first rows of what is added",
         KERNEL,
-        'rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))',
-        'rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED)',
+        '"added", group, rows, H, SHARED, base=block * (32 * H))',
+        '"added", group, rows, H, SHARED)',
         (f"{NORMS}test_every_norm",),
     ),
     Mutant(
@@ -203,7 +203,7 @@ ALONG_ROWS = [
     ),
     Mutant(
         "a vmap's examples among rows that have blocks",
-        WIDER,
+        VMAPS,
         'junction.eight_bits in ("one", "rows")',
         'junction.eight_bits == "one"',
         (f"{NORMS}test_vmap_is_a_loop",),

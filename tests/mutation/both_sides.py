@@ -92,8 +92,8 @@ NORMS = [
     ),
     Mutant(
         "the first example's scale of x for all", BACKWARD,
-        'x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)',
-        'x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group * 0, H, INTERLEAVED, SHARED)',
+        'x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, SHARED, HEADS)',
+        'x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group * 0, H, SHARED, HEADS)',
         (f"{MATRIX}reverse_mode[rms_norm_add_rms_norm-xs-triton-vmap(grad), over all]",),
     ),
     Mutant(

@@ -1,14 +1,12 @@
 """Ways to break what only the executed rung sees: what the interpreter lets pass, and what it does not run."""
 
 from targets import (
-    ACCESS,
     BACKWARD,
     EXECUTED_FUSED,
     GEOMETRY,
     LAUNCH,
     LINEAR_BACKWARD,
     LOWERING,
-    NEIGHBOURS,
     ONE_ROW,
     RAGGED,
     SEVERAL_TILES,
@@ -34,10 +32,6 @@ COMPILED = [
     Mutant(
         "c2 of rows that are not there, fused", LINEAR_BACKWARD,
         "c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)", "c2 = tl.load(c2_ptr + row)", EXECUTED_FUSED,
-    ),
-    Mutant(
-        "that rows are whole neighbours hidden from the compiler", ACCESS,
-        "tl.cast(rows // INNER, tl.int64) * (H * INNER)", "tl.cast(rows, tl.int64) * H", NEIGHBOURS,
     ),
     Mutant(
         "a thread takes as many of two dtypes as a load of the narrower", GEOMETRY,

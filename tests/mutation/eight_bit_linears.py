@@ -1,11 +1,10 @@
 """Ways to break Linears in eight bits."""
 
-from targets import Mutant
+from targets import VMAPS, Mutant
 
 PRODUCTS = "jln/_junction/linears/eight_bits.py"
 LINEARS = "jln/_junction/linears/formulas.py"
 DERIVATIVES = "jln/_junction/derivatives.py"
-WIDER = "jln/_junction/wider.py"
 TESTS = "tests/operators/test_linears_in_eight_bits.py::"
 RECIPE = tuple(
     f"{TESTS}test_values_and_gradients_by_the_recipe[xla-{case}]"
@@ -88,8 +87,8 @@ EIGHT_BIT_LINEARS = [
     Mutant(
         "an offset's gradient by another recipe where it is wanted alone",
         LINEARS,
-        'norm.offset_rows or junction.eight_bits != ""',
-        "norm.offset_rows",
+        'norm.has_groups or junction.eight_bits != ""',
+        "norm.has_groups",
         (f"{TESTS}test_transformations",),
     ),
     Mutant(
@@ -99,7 +98,7 @@ EIGHT_BIT_LINEARS = [
         "amax = None",
         DELAYED,
     ),
-    Mutant("one scale for all examples of Linears", WIDER, '("one", "rows")', '("rows",)', VMAP),
+    Mutant("one scale for all examples of Linears", VMAPS, '("one", "rows")', '("rows",)', VMAP),
     Mutant(
         "a product in eight bits that what stands in for JAX's sees",
         PRODUCTS,

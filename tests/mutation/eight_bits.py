@@ -1,6 +1,6 @@
 """Ways to break results in eight bits."""
 
-from targets import FORWARD, NORM_LAUNCH, PARTITIONED, WIDER, XLA_EIGHT_BITS, Mutant
+from targets import FORWARD, NORM_LAUNCH, PARTITIONED, VMAPS, XLA_EIGHT_BITS, Mutant
 
 KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
@@ -122,10 +122,10 @@ EIGHT_BITS = [
     ),
     Mutant(
         "scales of examples as one",
-        WIDER,
-        '("one", "rows") or has_scales:',
-        '("one", "rows"):',
-        (f"{WAYS}test_vmap",),
+        VMAPS,
+        '"bias", *SCALE_OF.values()}',
+        '"bias"}',
+        (f"{WAYS}test_vmap[xla-blocks, a scale and itself]",),
     ),
     Mutant(
         "ways that a chip without conversions forgets",
@@ -333,13 +333,6 @@ EIGHT_BITS = [
         '{"quantize": self._quantize, **beside}',
         '{**beside, "quantize": self._quantize}',
         (f"{MODULES}test_a_call_says_otherwise[haiku]",),
-    ),
-    Mutant(
-        "rows behind the blocks of a vmap",
-        WIDER,
-        "if norm.blocks and axis > ndim + norm.axis:",
-        "if False:",
-        (f"{TESTS}test_vmap_behind_the_blocks",),
     ),
     Mutant(
         "H split where a row is quantised",

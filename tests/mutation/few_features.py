@@ -36,7 +36,7 @@ WHERE_KEPT, FUSED = ((f"{KEEPING}test_{of}",) for of in ("where_it_is_kept", "ke
 
 def of_another(name: str, mine: str, test: tuple[str, ...]) -> list[Mutant]:
     """Mutants that take the first example's parameter for all of them, forward and backward."""
-    at = f'columns_at({name}_ptr, "{name}", group, H, INTERLEAVED, SHARED)'
+    at = f'columns_at({name}_ptr, "{name}", group, H, SHARED)'
     first = at.replace("group", "group * 0")
     return [
         Mutant(f"{mine} for all, fused {way}", file, f"{to} = {at}", f"{to} = {first}", test)
@@ -218,16 +218,16 @@ FEW_FEATURES = [
     Mutant(
         "a vmap's scales in the place of rows", LINEAR_LAUNCH,
         "are_rows = only_rows_differ(batch_dims, of_rows, list(columns.values()))", "are_rows = True",
-        (f"{OF_EXAMPLES}test_vmap[(3, 70)-x and scale]",),
+        (f"{OF_EXAMPLES}test_vmap[x and scale]",),
     ),
     Mutant(
         "few rows of each example multiplied with many that are not there", LINEAR_TILES,
         "return 2 * g.rows >=", "return 200 * g.rows >=",
-        (f"{OF_EXAMPLES}test_examples_of_few_rows_are_left_to_the_norm_and_a_product",),
+        (f"{OF_EXAMPLES}test_what_is_left_to_the_norm_and_a_product",),
     ),
     Mutant(
         "dkernel of a device's examples alone", SHAPES,
-        "over_rows = (Kind.ROW, Kind.BATCH) if norm.of_examples", "over_rows = (Kind.ROW,) if norm.of_examples",
+        "over_rows = (Kind.ROW, Kind.BATCH) if norm.has_groups", "over_rows = (Kind.ROW,) if norm.of_examples",
         ON_A_MESH,
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Ways to break gated norms, and groups whose rows lie interleaved."""
+"""Ways to break gated norms, and heads with parameters of their own."""
 
 from targets import (
     ACCESS,
@@ -8,6 +8,7 @@ from targets import (
     FORWARD,
     GATED,
     GEOMETRY,
+    JUNCTION,
     JUNCTION_RULES,
     NORM_ARGUMENTS,
     NORM_LAUNCH,
@@ -22,11 +23,11 @@ VALUES = f"{GATED}test_values_and_every_gradient"
 FIRST, LAST = (
     {how: (f"{VALUES}[{how}-the {form} first-shared--1]",) for how in ("triton", "xla")} for form in ("norm", "gate")
 )
-GROUPS = (f"{VALUES}[triton-the gate first-over the last--1]",)
-GROUPS_SIDE_BY_SIDE = (f"{VALUES}[triton-the norm first-over an axis in the middle-2]",)
-GROUPS_OF_TILES = (
-    f"{EXECUTED}test_gated.py::test_groups[rms_norm_gated,norm_before_gate=False-40x4x128-bfloat16-small-h200-"
-    "of_groups=True]",
+HEADS = (f"{VALUES}[triton-the gate first-over the last--1]",)
+HEADS_OF_GROUPS = (f"{JUNCTION}test_values_and_every_gradient[triton-layer_norm-no gate-over the outer ones--1]",)
+TILES_OF_HEADS = (
+    f"{EXECUTED}test_gated.py::test_parameters_of_heads[rms_norm_gated,norm_before_gate=False-40x4x128-bfloat16-small-"
+    "h200-of_heads=True]",
 )
 IN_CHUNKS = (f"{GATED}test_accuracy[triton-rms_norm_gated, norm_before_gate=False-(2, 20000)-float32]",)
 SHARED = (f"{GATED}test_groups_under_vmap_of_some_arguments[triton]",)
@@ -87,7 +88,7 @@ GATED_NORMS = [
     ),
     Mutant(
         "z left out of the row sums",
-        ROW_TERMS,
+        BACKWARD,
         "x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE\n        )\n        c1 +=",
         "None, None, base, at, mask, exists, mean, rstd, scale, COMPUTE\n        )\n        c1 +=",
         IN_CHUNKS,
@@ -95,9 +96,9 @@ GATED_NORMS = [
     Mutant(
         "another group's z",
         FORWARD,
-        'rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)',
-        'rows_at(x_z_ptr, "x_z", group * 0, rows, H, INNER, INTERLEAVED, SHARED, base)',
-        GROUPS,
+        'rows_at(x_z_ptr, "x_z", group, rows, H, SHARED, HEADS, base)',
+        'rows_at(x_z_ptr, "x_z", group * 0, rows, H, SHARED, HEADS, base)',
+        HEADS,
     ),
     Mutant(
         "a frozen x's dx written beside dz",
@@ -167,58 +168,46 @@ GATED_NORMS = [
         "        pass\n",
         ("tests/transformations/test_matrix.py::test_forward_mode[rms_norm_gated-s-xla-jvp]",),
     ),
-    # Groups that lie interleaved
-    Mutant("rows of a group taken for neighbours", ACCESS, "first * (H * groups)", "first * H", GROUPS_OF_TILES),
-    Mutant("a group's first row where its block's is", ACCESS, "+ group % groups * (H * INTERLEAVED.run)", "", GROUPS),
-    Mutant("a group's statistics where its block's are", ACCESS, "+ group % groups * INTERLEAVED.run", "", GROUPS),
+    # Heads next to H
+    Mutant("tiles of a head taken for neighbours", ACCESS, "first * (H * HEADS)", "first * H", TILES_OF_HEADS),
+    Mutant("rows of a head taken for neighbours", ACCESS, "local.to(wide) * (H * HEADS)", "local.to(wide) * H", HEADS),
+    Mutant("numbers of a head's rows taken for neighbours", ACCESS, "(first + local) * HEADS", "first + local", HEADS),
+    Mutant("a head's first row where the first head's is", ACCESS, "+ group % HEADS * H", "", HEADS),
+    Mutant("heads of one group apart", ACCESS, "(H * HEADS)) + group", "H) + group", HEADS_OF_GROUPS),
     Mutant(
-        "outer rows of one group together",
+        "programs that take turns in one head",
         ACCESS,
-        "outer * (run * groups) + inner",
-        "outer * run + inner",
-        GROUPS_SIDE_BY_SIDE,
+        "turn // programs * HEADS + program % HEADS",
+        "turn // programs * HEADS + turn % HEADS",
+        HEADS,
     ),
     Mutant(
-        "runs of rows of one group taken for neighbours",
-        GEOMETRY,
-        "self.inner if self.inner > 1 else math.prod(self.shape[end:h])",
-        "self.inner",
-        (f"{VALUES}[triton-the norm first-over an axis in the middle--1]",),
-    ),
-    Mutant(
-        "neighbouring programs in one group",
+        "one copy of what is shared for all heads",
         ACCESS,
-        "group = together // tiles * INTERLEAVED.groups + tl.program_id(0) % INTERLEAVED.groups",
-        "group = together // tiles * INTERLEAVED.groups + together % INTERLEAVED.groups",
-        GROUPS,
-    ),
-    Mutant(
-        "one copy of what is shared for all groups",
-        ACCESS,
-        "return group % INTERLEAVED.groups",
-        "return group * 0",
+        "group % HEADS if contains",
+        "group * 0 if contains",
         SHARED,
     ),
     Mutant(
-        "groups in one that lie interleaved",
+        "heads in one group",
         GEOMETRY,
-        "geometry.grouped or geometry.norm.interleaved else None",
-        "geometry.grouped else None",
-        GROUPS,
+        "return () if geometry.norm.heads else None",
+        "return None",
+        HEADS,
     ),
     Mutant(
-        "a sum of all groups",
+        "a sum of all heads",
         ARRAYS,
-        "of_examples = {*self.axes_of_examples(len(x), batch_dims)}",
-        "of_examples = {*range(batch_dims + self.examples)}",
-        GROUPS,
+        "[ndim - 2] * self.heads]",
+        "[ndim - 2] * 0]",
+        HEADS,
     ),
     Mutant(
-        "x transposed for its groups' sake",
+        "parameters of heads left to plain jnp",
         NORM_ARGUMENTS,
-        "interleaved = len(examples) - in_front",
-        "interleaved = 0",
-        (f"{GATED}test_parameters_of_groups_transpose_nothing[layer_norm--1-(1, 1, 5, 8)-(1, 4, 1, 5, 8)]",),
+        "heads = norm.axis == -1 and own[examples:] == [h - 1]",
+        "heads = False",
+        HEADS,
     ),
     Mutant(
         "z not kept",

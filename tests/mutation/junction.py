@@ -6,7 +6,6 @@ from targets import (
     JUNCTION,
     JUNCTION_MESH,
     JUNCTION_RULES,
-    NORM_ARGUMENTS,
     NORM_LAUNCH,
     ROW_TERMS,
     TERMS,
@@ -78,8 +77,8 @@ SUMS = [
     ),
     Mutant(
         "the first example's gate for all", FORWARD,
-        'gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)',
-        'gate_ptr = columns_at(gate_ptr, "gate", group * 0, H, INTERLEAVED, SHARED)',
+        'gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED, HEADS)',
+        'gate_ptr = columns_at(gate_ptr, "gate", group * 0, H, SHARED, HEADS)',
         OF_EXAMPLES["triton"],
     ),
     Mutant(
@@ -119,10 +118,5 @@ SUMS = [
         "there if name in reads else unneeded",
         'there if name in reads or name == "x" else unneeded',
         ("tests/operators/test_junction_costs.py::test_held_between_forward_and_backward[xla-H-some0-1-2-False]",),
-    ),
-    Mutant(
-        "axes of rows put back in the order in which they were moved", NORM_ARGUMENTS,
-        "sorted(range(x.ndim), key=order.__getitem__)", "order",
-        (f"{VALUES}[xla-layer_norm-no gate-over the last-1]",),
     ),
 ]  # fmt: skip

@@ -5,8 +5,6 @@ from targets import (
     ACCESS,
     ACCURACY,
     BACKWARD,
-    BESIDE,
-    BESIDE_TILES,
     CHUNKS,
     CHUNKS_ADD,
     COMPOSED,
@@ -22,35 +20,25 @@ from targets import (
     NORM_TILES,
     OPERATORS,
     ROW_TERMS,
-    SIDE_BY_SIDE,
-    SPILLS_BESIDE,
-    SPILLS_BESIDE_GATED,
-    STRIDED,
     TERMS,
     TRANSFORMED,
     WHOLE,
     Mutant,
 )
 
+COMPILED = "tests/triton/test_compiler.py::"
+
 KERNELS = [
     # The norms' kernels
     Mutant("a row too many", ACCESS, "local < left", "local <= left", WHOLE),
     Mutant(
         "what a sum of chunks loses", FORWARD, "return new, (new - total) - term", "return new, 0.0 * term",
-        (f"{ACCURACY}test_long_rows_side_by_side[triton-layer_norm]",),
+        (f"{ACCURACY}test_rows_of_many_chunks[triton-layer_norm]",),
     ),
-    Mutant(
-        "a neighbour too many", ACCESS,
-        "inner + local < run", "inner + local <= run", STRIDED,
-    ),
-    Mutant(
-        "outer rows too near each other", ACCESS,
-        "outer * (H * run * groups)", "outer * (H + run)", STRIDED,
-    ),
-    Mutant("a column too many", ACCESS, "exists = column < H", "exists = column <= H", WHOLE),
+    Mutant("a column too many", ACCESS, "return column, column < H", "return column, column <= H", WHOLE),
     Mutant(
         "a shared operand taken for a group's own", ACCESS,
-        "return group % INTERLEAVED.groups", "return group", GROUPS,
+        "return group % HEADS if contains(SHARED, NAME) else group", "return group", GROUPS,
     ),
     Mutant(
         "scale not zero-centered", TERMS, "scale + given if NORM.zero_centered_scale else given", "given",
@@ -126,7 +114,7 @@ KERNELS = [
     ),
     Mutant(
         "all groups' means in the first one's place", FORWARD,
-        """mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)\n    x_rstd_ptr""", "x_rstd_ptr",
+        """mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED, HEADS)\n    x_rstd_ptr""", "x_rstd_ptr",
         GROUPS,
     ),
     Mutant(
@@ -135,7 +123,7 @@ KERNELS = [
     ),
     Mutant(
         "the first group's scale and offset held", FORWARD,
-        "group, program = group_and_tile(programs", "group, program = group_and_tile(programs * groups",
+        "group_of(tl.program_id(0), programs", "group_of(tl.program_id(0), programs * groups",
         (f"{OPERATORS}test_forward_programs_have_several_rows[3]",),
     ),
     Mutant(
@@ -143,14 +131,14 @@ KERNELS = [
         "tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)", "(x - mean[:, None]) * rstd[:, None]",
         (f"{OPERATORS}test_columns_that_are_not_there_cannot_overflow[triton]",),
     ),
-    Mutant("c1 of chunks dropped", ROW_TERMS, "c1 += scaled\n", "c1 += scaled * 0.0\n", CHUNKS),
+    Mutant("c1 of chunks dropped", BACKWARD, "c1 += scaled\n", "c1 += scaled * 0.0\n", CHUNKS),
     Mutant(
-        "c2 of chunks over a chunk's width", ROW_TERMS,
-        "tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)", "tl.sum(c2, axis=1) * (1.0 / BLOCK_H)", CHUNKS,
+        "c2 of chunks over a chunk's width", BACKWARD,
+        "tl.sum(c2, axis=1) * (1.0 / H)  # (8)", "tl.sum(c2, axis=1) * (1.0 / BLOCK_H)", CHUNKS,
     ),
     Mutant(
         "all groups' row sums in the first one's place", BACKWARD,
-        """c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INTERLEAVED, SHARED)\n    tl.store""", "tl.store",
+        """c2_ptr = rows_at(c2_ptr, "c2", group, rows, 1, SHARED, HEADS)\n    tl.store""", "tl.store",
         GROUPS,
     ),
     Mutant(
@@ -190,8 +178,7 @@ KERNELS = [
     ),
     Mutant(
         "a tile of rows forgotten", BACKWARD,
-        "for tile in tl.range(program, tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), programs",
-        "for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS) - 1, programs", WHOLE,
+        "tiles_of(rows, BLOCK_ROWS), programs, num", "tiles_of(rows, BLOCK_ROWS) - 1, programs, num", WHOLE,
     ),
     Mutant(
         "groups' shares on top of each other", BACKWARD,
@@ -314,47 +301,6 @@ KERNELS = [
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
     Mutant(
-        "every chunk of rows side by side the first", SIDE_BY_SIDE,
-        "tile_from(chunk * BLOCK_H", "tile_from(chunk * 0", BESIDE,
-    ),
-    Mutant("a chunk's sums in those of all others", SIDE_BY_SIDE, "number == chunk", "number != chunk", BESIDE),
-    Mutant(
-        "dscale of a program's last tile of rows side by side", SIDE_BY_SIDE,
-        "dscale += tl.where(is_own", "dscale = tl.where(is_own", BESIDE,
-    ),
-    Mutant(
-        "doffset of a program's last tile of rows side by side", SIDE_BY_SIDE,
-        "doffset += tl.where(is_own", "doffset = tl.where(is_own", BESIDE,
-    ),
-    Mutant(
-        "shares behind the last column of rows side by side", SIDE_BY_SIDE,
-        'column < H, of_all, "doffset"', 'column < CHUNKS * BLOCK_H, of_all, "doffset"', BESIDE,
-    ),
-    Mutant(
-        "rows side by side that no cache holds", NORM_TILES, "if again > 200_000", "if again > 210_000",
-        (f"{BESIDE_TILES}[3136-64-2-2-None-None]",),
-    ),
-    Mutant(
-        "two programs of rows that L1 has no room for", NORM_TILES, "1 if again > 100_000 else 2", "2",
-        (f"{BESIDE_TILES}[3072-64-2-2-16-1]",),
-    ),
-    Mutant(
-        "less than a sector side by side", NORM_TILES, "rows * itemsize > 32", "rows * itemsize > 16",
-        (f"{BESIDE_TILES}[3072-64-2-2-16-1]",),
-    ),
-    Mutant(
-        "longer rows of which less than a sector lies side by side", NORM_TILES,
-        "inner * itemsize < 32", "inner * itemsize < 30", (f"{BESIDE_TILES}[1025-15-2-2-None-None]",),
-    ),
-    Mutant(
-        "16 bytes a thread of longer rows that start anywhere", NORM_TILES, "else 8\n    stages", "else 16\n    stages",
-        SPILLS_BESIDE,
-    ),
-    Mutant(
-        "three chunks of three arrays side by side", NORM_TILES, "2 if mixed or read > 2 else 3", "2 if mixed else 3",
-        SPILLS_BESIDE_GATED,
-    ),
-    Mutant(
         "stages of a gated sum that shared memory has no room for", NORM_TILES,
         "max(1, min(tile.stages, room))", "tile.stages",
         ("tests/triton/test_compiled_linears.py::test_composed_gates_fit_in_shared_memory",),
@@ -362,6 +308,6 @@ KERNELS = [
     Mutant(
         "a loop's step that the compiler knows", BACKWARD,
         "programs = tl.maximum(of_all // groups, 1)", "programs = 1",
-        ("tests/triton/test_compiler.py::test_no_spills_of_parameters_of_examples[examples of a sum-b200-float32]",),
+        (f"{COMPILED}test_no_spills_of_parameters_of_examples_and_heads[examples of a sum-b200-float32]",),
     ),
 ]  # fmt: skip

@@ -71,13 +71,6 @@ KEYS = (
         tuple(f"{NAMES}test_other_kernels_make_another_program[{change}]" for change in ("tiles", "Triton's switches")),
     ),
     Mutant(
-        "parameters of examples in a set's order",
-        "jln/_junction/wider.py",
-        '[name for name in operands.present() if name not in ("kernel", "bias")]',
-        'operands.present().keys() - {"kernel", "bias"}',
-        (f"{FOUND}[false]", f"{FOUND}[true]"),
-    ),
-    Mutant(
         "rules that note errors",
         "jln/_core/modes.py",
         'config.error_checking_behavior_nan("ignore")',

@@ -6,7 +6,6 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 
 from along_rows import ALONG_ROWS
 from both_sides import NORMS
-from by_row import BY_ROW
 from compiled import COMPILED
 from eight_bit_linears import EIGHT_BIT_LINEARS
 from entries import ENTRIES
@@ -21,7 +20,7 @@ from linears import LINEARS
 from proofs import PROOFS
 from rules import RULES
 from sequence import ROWS_GATHERED
-from wider import WIDENED
+from vmaps import UNDER_VMAP
 
 from eight_bits import EIGHT_BITS
 
@@ -31,7 +30,6 @@ MUTANTS = [
     *FEW_FEATURES,
     *SUMS,
     *NORMS,
-    *BY_ROW,
     *GATED_NORMS,
     *ROWS_GATHERED,
     *COMPILED,
@@ -39,7 +37,7 @@ MUTANTS = [
     *RULES,
     *FROZEN_ARGUMENTS,
     *PROOFS,
-    *WIDENED,
+    *UNDER_VMAP,
     *EIGHT_BITS,
     *EIGHT_BIT_LINEARS,
     *ALONG_ROWS,

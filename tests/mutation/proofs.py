@@ -134,13 +134,6 @@ PROOFS = [
     ),
     # Measured tiles
     Mutant(
-        "rows that lie elsewhere given the tiles of rows side by side",
-        NORM_TILES,
-        "alone = inner == 1 and parameters",
-        "alone = parameters",
-        ("tests/triton/test_tuning.py::test_only_what_was_measured_is_chosen",),
-    ),
-    Mutant(
         "backward passes with more to hold given measured tiles",
         NORM_TILES,
         "not (mixed or more or beside or wants_y)",

@@ -43,12 +43,11 @@ ARRAYS = "jln/_junction/arrays.py"
 SHAPES = "jln/_junction/shapes.py"
 LINEAR_TILES = "jln/_junction/linears/tiles.py"
 NORM_ARGUMENTS = "jln/_junction/arguments.py"
-WIDER = "jln/_junction/wider.py"
+VMAPS = "jln/_junction/vmaps.py"
 CHECK = "jln/testing/check.py"
 CHECKER = "jln/testing/derivatives.py"
 REPORT = "jln/testing/report.py"
 ROW_TERMS = "jln/_junction/kernels/row_terms.py"
-SIDE_BY_SIDE = "jln/_junction/kernels/side_by_side.py"
 NORM_TILES = "jln/_junction/tiles.py"
 TUNING = "jln/_triton/tuning.py"
 LIMITS = "jln/testing/operators.py"
@@ -83,7 +82,6 @@ WHOLE = (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-float32]",)
 MANY_TILES = (f"{ACCURACY}test_layer_norm[triton-1000-127-float32]",)
 CHUNKS = (f"{ACCURACY}test_layer_norm[triton-5-16385-float32]",)
 CHUNKS_ADD = (f"{ACCURACY}test_family[triton-2-40000-add_layer_norm-float32]",)
-STRIDED = (f"{OPERATORS}test_strided_rows[triton-float32-shape0]", f"{OPERATORS}test_axes[triton-layer_norm-1]")
 GROUPS = (
     f"{TRANSFORMED}test_vmap_of_grad_in_every_regime[(None, None, 0, 0)-shape0]",
     f"{TRANSFORMED}test_vmap_of_grad_in_every_regime[(0, 0, None, 0)-shape1]",
@@ -100,22 +98,15 @@ IN_ONE_ON_A_MESH = (f"{SHARDING}test_several_linears[features0-float32-both alik
 COMPOSED = (f"{FUSED}test_composed[33-100-300-float16]",)
 XLA = (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-float32]",)
 XLA_LINEARS = (f"{LINEARS}test_sizes[xla-16-100-128-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")
-# Compiled kernels, executed: ragged rows; rows side by side; a fused pair.
+# Compiled kernels, executed: ragged rows; a row of one element; several dtypes; several tiles; a fused pair.
 RAGGED = (
     f"{EXECUTED}test_norms.py::test_options[layer_norm-19x100-bfloat16-small-a100-zero_centered_scale=True-epsilon=0.5]",
 )
 ONE_ROW = (f"{EXECUTED}test_norms.py::test_sizes[layer_norm-1x1-float32-h200]",)
-NEIGHBOURS = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-33x768-bfloat16-h200-axis=0]",)
 TWO_DTYPES = (
     f"{EXECUTED}test_norms.py::test_mixed_dtypes[add_layer_norm-37x1024-bfloat16-small-h200-parameters=float32-"
     "residual=float32]",
 )
-# Rows side by side, longer than a tile: runs of two tiles, which programs have two of; sizes alone.
-BESIDE = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-5x384x49-bfloat16-small-a100-axis=1]",)
-BESIDE_TILES = "tests/triton/test_launch.py::test_rows_side_by_side_are_as_long_as_caches_hold"
-_SPILLS_BESIDE = "tests/triton/test_compiler.py::test_no_spills_of_longer_rows_side_by_side"
-SPILLS_BESIDE = (f"{_SPILLS_BESIDE}[layer_norm-a100-bfloat16, float32 parameters]",)
-SPILLS_BESIDE_GATED = (f"{_SPILLS_BESIDE}[the gate before the norm-a100-bfloat16]",)
 SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)
 EXECUTED_FUSED = (
     f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=(64,)]",

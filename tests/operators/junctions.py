@@ -17,10 +17,8 @@ VARIES = {
 # The same of a scale, and of an offset that varies along other axes.
 APART = {
     "apart": ("by example", "over an axis in the middle"),
-    "apart, the offset by example": ("over an axis in the middle", "by example"),
     "apart, the offset over two axes": ("over an axis in the middle", "over the outer ones"),
     "apart, the offset by row": ("over the last", "by row"),
-    "apart, the offset alone by row": ("shared", "by row"),
 }
 GATES = {
     "no gate": None,
@@ -29,10 +27,19 @@ GATES = {
     "a row's of each example": ("by example", False),
     "by example": ("by example", True),
     "over an axis in the middle": ("over an axis in the middle", True),
+    "over the last": ("over the last", True),
     "one element": (None, False),
     "a number": 0.3,
     "nothing added": None,  # no residual either: total is x
 }
+
+
+def has_kernels(*varies, axis):
+    """Return whether kernels take parameters of SHAPE that vary so: the last axes, and parameters of x's first ones.
+
+    Or of the one in front of H. An axis in the middle is neither, but for two normalised axes.
+    """
+    return axis == (2, 3) or (axis == -1 and "over an axis in the middle" not in varies)
 
 
 def parameter_shape(shape, axes, varies, of_h=True):
@@ -44,7 +51,7 @@ def parameter_shape(shape, axes, varies, of_h=True):
 
 
 def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
-    """Return the operator's arguments by name, and its options.
+    """Return the operator's arguments by name, and its options. A norm of x has parameters of the same shapes.
 
     gate: its kind. varies: how scale and offset vary over axes of rows.
     """
@@ -53,10 +60,16 @@ def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float6
     shapes = {"x": shape, "scale": parameter_shape(shape, axes, of_scale)}
     if OPERATORS[name].centres:
         shapes["offset"] = parameter_shape(shape, axes, of_offset)
-    if OPERATORS[name].adds:
-        shapes |= {"residual": shape, "x_bias": parameter_shape(shape, axes, "shared")}
-        if isinstance(GATES[gate], tuple):
-            shapes["gate"] = parameter_shape(shape, axes, *GATES[gate])
+    if OPERATORS[name].both_sides:
+        shapes |= {n: shapes[n[2:]] for n in ("x_scale", "x_offset") if n in OPERATORS[name].names}
+    if "residual" in OPERATORS[name].takes:
+        shapes["residual"] = shape
+    if "x_bias" in OPERATORS[name].takes:
+        shapes["x_bias"] = parameter_shape(shape, axes, "shared")
+    if "z" in OPERATORS[name].takes:
+        shapes["z"] = shape
+    if OPERATORS[name].adds and isinstance(GATES[gate], tuple):
+        shapes["gate"] = parameter_shape(shape, axes, *GATES[gate])
     if OPERATORS[name].is_linear:
         shapes |= {"kernel": (shape[-1], 2, shape[-1] // 2), "bias": (2, shape[-1] // 2)}
     options = {} if OPERATORS[name].is_linear else {"axis": axis}

@@ -231,6 +231,54 @@ def test_x_bias_and_gate(name, case):
         OPERATORS[name].function(**{n: named[n] for n in OPERATORS[name].names}, **wrong)
 
 
+# What neither kernels nor eight bits take: the words of the error, the shape of x, its axes, and the scale's shape.
+LEFT_TO_XLA = {
+    "the first axis": (r"takes rows whose elements lie side by side, and axis=\(0,\) of x \(3, 8\) are not its last: "
+                       r"write jnp.moveaxis\(x, \(0,\), \(-1,\)\), or leave it out", (3, 8), 0, (3,)),
+    "axes apart": (r"takes rows .*axis=\(2, 0\) .*moveaxis\(x, \(2, 0\), \(-2, -1\)\)", (3, 4, 8), (2, 0), (8, 3)),
+    "a scale behind other rows": (r"takes parameters that vary along x's first axes, or along the one in front of the "
+                                  r"normalised axis; got scale \(1, 4, 1, 8\) for x \(3, 4, 5, 8\): leave it out",
+                                  (3, 4, 5, 8), -1, (1, 4, 1, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT_TO_XLA)
+def test_what_only_xla_takes(case):
+    """Kernels that are asked for by name raise while the call is traced, in forward mode too; XLA does not.
+
+    Eight bits raise where the axes are apart, or the parameters are no example's.
+    """
+    message, shape, axis, of_scale = LEFT_TO_XLA[case]
+    x, scale = jnp.ones(shape, "float32"), jnp.ones(of_scale, "float32")
+
+    def call(**options):
+        return jax.eval_shape(lambda: jln.rms_norm(x, scale, axis=axis, **options))
+
+    for forward_mode in (False, True):
+        with pytest.raises(ValueError, match=f"^implementation='triton' {message}"):
+            call(implementation="triton", forward_mode=forward_mode)
+        assert call(implementation="xla", forward_mode=forward_mode).shape == call().shape == shape
+    if case == "the first axis":
+        assert call(quantize=jln.Float8(1.0)).values.shape == shape
+        return
+    with pytest.raises(ValueError, match=f"^quantize= {message}"):
+        call(quantize=jln.Float8(1.0))
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_examples_behind_rows(axis):
+    """Kernels that are asked for by name take the examples of a vmap in front of the rows alone; XLA takes all."""
+    x = jnp.ones((4, 8, 3) if axis == 2 else (4, 3, 8))
+
+    def losses(x, **options):
+        return jax.vmap(lambda x: jnp.sum(jln.rms_norm(x, **options)), axis)(x)
+
+    for call in (losses, jax.grad(lambda x, **o: jnp.sum(losses(x, **o)))):
+        with pytest.raises(ValueError, match=r"^implementation='triton' takes the examples of a vmap in front of"):
+            jax.eval_shape(lambda x, call=call: call(x, implementation="triton"), x)
+        jax.eval_shape(call, x)
+
+
 def test_no_sum_has_no_x_bias_and_no_gate():
     for name in ("layer_norm", "rms_norm_linear"):
         with pytest.raises(TypeError, match="unexpected keyword argument 'gate'"):

@@ -20,8 +20,6 @@ from junctions import made
 
 # Three examples of two tiles of rows, the second ragged; of two chunks of columns, the second ragged.
 ROWS = (3, 70)
-# Examples that lie side by side; and between two axes of rows, each of them in runs of a tile and a ragged one.
-SIDE_BY_SIDE, BETWEEN = (70, 3), (2, 3, 70)
 H = 72
 # The name, the gate, along what parameters vary, axes of rows.
 CASES = [
@@ -33,9 +31,7 @@ CASES = [
     ("add_layer_norm_linear", "by example", "shared", ROWS),
     ("layer_norm_linear", "no gate", "by example", ROWS),
     ("rms_norm_linear", "no gate", "by example", (1, 70)),
-    ("layer_norm_linear", "no gate", "over an axis in the middle", SIDE_BY_SIDE),
-    ("add_layer_norm_linear", "over an axis in the middle", "over an axis in the middle", BETWEEN),
-    ("rms_norm_linear", "no gate", "over an axis in the middle", BETWEEN),
+    ("layer_norm_linear", "no gate", "apart", (2, 3, 70)),
 ]
 
 
@@ -134,11 +130,9 @@ def test_accuracy_of_16_bits(dtype, remat):
 
 
 @pytest.mark.parametrize("mapped", ["x", "x and scale", "all"])
-@pytest.mark.parametrize("rows", [ROWS, SIDE_BY_SIDE], ids=str)
-def test_vmap(rows, mapped):
+def test_vmap(mapped):
     """Examples that share the Linear are rows, or groups, of the forward kernel; those that do not are right, too."""
-    varies = "by example" if rows == ROWS else "over an axis in the middle"
-    given, _ = arguments("layer_norm_linear", "no gate", varies, rows)
+    given, _ = arguments("layer_norm_linear", "no gate", "by example", ROWS)
     names = {"x": ("x",), "x and scale": ("x", "scale"), "all": tuple(given)}[mapped]
     stacked = given | {n: jnp.stack([given[n] * f for f in (1, -0.5, 2)]) for n in names}
     axes = ({n: 0 if n in names else None for n in given},)
@@ -203,9 +197,13 @@ def test_columns_that_are_not_there_in_a_row_gates_gradient():
         assert jnp.isfinite(ours[jnp.isfinite(of_plain)]).all()
 
 
-def test_examples_of_few_rows_are_left_to_the_norm_and_a_product():
-    """Products are XLA's where examples fill less than half of their tiles of rows."""
-    for rows, fused in ((32, True), (31, False)):
-        given, _ = arguments("rms_norm_linear", "no gate", "by example", (4, rows))
+def test_what_is_left_to_the_norm_and_a_product():
+    """Products are XLA's where examples fill less than half of their tiles of rows, and of heads."""
+    for varies, rows, fused in (
+        ("by example", (4, 32), True),
+        ("by example", (4, 31), False),
+        ("over an axis in the middle", (70, 3), False),
+    ):
+        given, _ = arguments("rms_norm_linear", "no gate", varies, rows)
         _, kernels = by_kernels(lambda a: jln.rms_norm_linear(**a, implementation="triton"), given)
         assert kernels == ({"forward_kernel"} if fused else set())

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_junction import results_and_gradients
 
 import jln
+import junctions
 import matrix
 import workbench
 from jln._triton import target
-from junctions import SHAPE, parameter_shape
+from junctions import has_kernels
 from matrix import ROWS, H, loss_by_name, of_some
 
 # Rounding of sums of up to a hundred terms near 10, through a second derivative.
@@ -29,37 +31,15 @@ GATED = ("the norm first", "the gate first")
 GROUPS = "over the last"
 
 
-def made(form, *, varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
-    """Return (arrays by name, function) of a form of the operators.
+def made(form, *, varies="shared", **how):
+    """Return (arrays by name, function) of a form of the operators. A sum has a gate that varies as its scale.
 
     The function takes `jln` or `jln.reference` and more options, and returns that module's operator.
     """
-    axes = tuple(a % len(shape) for a in (axis if isinstance(axis, tuple) else (axis,)))
-    of_scale = parameter_shape(shape, axes, varies)
-    shapes = {"x": shape, "z": shape, "scale": of_scale} if form in GATED else {"x": shape, "scale": of_scale}
-    options = {"axis": axis} | ({"norm_before_gate": form == GATED[0]} if form in GATED else {})
-    if form == "layer_norm":
-        shapes["offset"] = of_scale
-    elif form == "add_layer_norm":
-        shapes |= {"residual": shape, "offset": of_scale, "gate": of_scale}
-
-    def function(module, **more):
-        return functools.partial(getattr(module, "rms_norm_gated" if form in GATED else form), **options, **more)
-
-    return {n: workbench.normal(i, s, dtype) for i, (n, s) in enumerate(shapes.items())}, function
-
-
-def results_and_gradients(function, given):
-    """Return (results, gradients, gradients alone) of a function of arrays by name, under random cotangents.
-
-    The gradients are those of one program for all arrays. Each gradient alone is of a program that wants no other.
-    """
-    cotangent = workbench.cotangents(jax.eval_shape(lambda a: function(**a), given))
-    results, pullback = jax.vjp(lambda a: function(**a), given)
-    alone = {}
-    for n, a in given.items():
-        (alone[n],) = jax.vjp(lambda a, n=n: function(**given | {n: a}), a)[1](cotangent)
-    return results, pullback(cotangent)[0], alone
+    name = "rms_norm_gated" if form in GATED else form
+    given, options = junctions.made(name, gate=varies if varies in junctions.GATES else "H", varies=varies, **how)
+    options |= {"norm_before_gate": form == GATED[0]} if form in GATED else {}
+    return given, lambda module, **more: functools.partial(getattr(module, name), **options, **more)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
@@ -82,17 +62,17 @@ def test_gates_far_from_zero_are_nothing_or_all(name, implementation):
     workbench.check(operator, (x, 100 * z, scale), implementation)
 
 
-AXES = (-1, 1, (3, 1), (2, 3))
 CASES = [
-    *itertools.product(GATED, ("shared", "by example", GROUPS), AXES),
-    *itertools.product(GATED, ("by row",), (-1,)),
+    *itertools.product(GATED, ("shared", "by example", GROUPS), (-1, 1, (3, 1), (2, 3))),
+    *itertools.product(GATED, ("by row", "over an axis in the middle"), (-1,)),
     *itertools.product(("layer_norm", "add_layer_norm"), (GROUPS,), (-1,)),
     *itertools.product((*GATED, "layer_norm"), ("over an axis in the middle",), (2,)),
-    *itertools.product((*GATED, "add_layer_norm"), ("over an axis in the middle",), (-1,)),
 ]
+BY_XLA = [("xla", *case) for case in CASES]
+BY_KERNELS = [("triton", *case) for case in CASES if has_kernels(case[1], axis=case[2])]
 
 
-@pytest.mark.parametrize(("form", "varies", "axis"), CASES, ids=str)
+@pytest.mark.parametrize(("implementation", "form", "varies", "axis"), [*BY_XLA, *BY_KERNELS], ids=str)
 def test_values_and_every_gradient(form, varies, axis, implementation):
     """Values and gradients in float64 are those of the reference, all gradients at once and each alone."""
     given, function = made(form, varies=varies, axis=axis)
@@ -108,7 +88,7 @@ def test_values_and_every_gradient(form, varies, axis, implementation):
 def test_groups_under_vmap_of_some_arguments(implementation):
     """Gradients under a vmap of some arguments are those of the reference.
 
-    Arguments without an axis of vmap are read in place, by each group its own.
+    Arguments without an axis of vmap are read where they are, by each group its own.
     """
     given, function = made("the gate first", varies=GROUPS)
     grown = {n: jnp.stack([a, 2 * a, 1 - a]) for n, a in given.items()}
@@ -251,7 +231,7 @@ def test_dz_alone_needs_no_row_sums():
 
 @pytest.mark.parametrize("form", (*GATED, "layer_norm"))
 def test_rows_are_independent_and_runs_alike(form):
-    """Rows of interleaved groups do not depend on each other, and a second run gives the same bits.
+    """Rows of heads next to H do not depend on each other, and a second run gives the same bits.
 
     y, dx and dz of some rows by themselves are, bit for bit, what they are among all rows.
     """
@@ -272,26 +252,6 @@ def test_rows_are_independent_and_runs_alike(form):
         np.testing.assert_array_equal(of_part, y[some])
         for n in of_rows:
             np.testing.assert_array_equal(gradients_of_part[n], gradients[n][some])
-
-
-@pytest.mark.parametrize(
-    ("axis", "before", "elsewhere"),
-    [(-1, (1, 1, 5, 8), (1, 4, 1, 5, 8)), (-1, (3, 1, 5, 1, 8), (1, 4, 1, 5, 8)), (2, (1, 4, 5, 1), (1, 1, 5, 8))],
-    ids=str,
-)
-@pytest.mark.parametrize("form", (*GATED, "layer_norm", "add_layer_norm"))
-def test_parameters_of_groups_transpose_nothing(form, axis, before, elsewhere):
-    """Parameters transpose nothing that vary over axes together before the last axis, or directly before another.
-
-    Other axes that parameters vary over are put in front.
-    """
-
-    def transposes(shape):
-        given, function = made(form, axis=axis, shape=SHAPE if len(shape) == len(SHAPE) else (3, 4, 5, 5, 8))
-        step = jax.grad(loss_by_name(function(jln)))
-        return "transpose[" in str(jax.make_jaxpr(step)(given | {"scale": jnp.ones(shape)}))
-
-    assert not transposes(before) and transposes(elsewhere)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8)], ids=str)

@@ -14,7 +14,7 @@ import jln
 import matrix
 import workbench
 from catalogue import OPERATORS
-from junctions import APART, GATES, VARIES, made
+from junctions import APART, GATES, VARIES, has_kernels, made
 
 # Rounding of sums of up to a hundred terms near 10, through a second derivative.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -42,7 +42,6 @@ def expected(name, gate, varies, axis):
     return results, gradients
 
 
-ADDING = [name for name, o in OPERATORS.items() if o.adds]
 AXES = (-1, 1, (3, 1), (2, 3))
 CASES = [
     # Every kind of gate, where the normalised axis is the last.
@@ -52,6 +51,9 @@ CASES = [
     *itertools.product(("add_layer_norm",), ("H", "rows", "by example"), ("shared", "by example"), AXES[1:]),
     # Scale and offset that vary, gates that do not, and axes of rows in another order than x's.
     *itertools.product(("add_layer_norm",), ("H", "rows"), ("over an axis in the middle", "by row"), (-1, (3, 1))),
+    # Heads, in front of which is an axis that is an example's, or nobody's.
+    *itertools.product(("add_layer_norm",), ("over the last", "by example", "rows"), ("over the last",), (-1,)),
+    *itertools.product(("add_rms_norm_linear",), ("H", "over the last"), ("over the last",), (-1,)),
     # Of nothing added up.
     *itertools.product(("add_layer_norm",), ("nothing added",), ("shared", "by example"), (1,)),
     *itertools.product(("add_rms_norm", "add_layer_norm_linear"), ("nothing added",), ("shared",), (-1,)),
@@ -59,16 +61,25 @@ CASES = [
     *itertools.product(("layer_norm",), ("no gate",), tuple(VARIES)[1:], AXES),
     *itertools.product(("rms_norm", "layer_norm_linear"), ("no gate",), tuple(VARIES)[1:], (-1,)),
     # An offset that varies along other axes than the scale, and with it a gate or not.
-    *itertools.product(("layer_norm",), ("no gate",), APART, AXES),
+    *itertools.product(("layer_norm",), ("no gate",), APART, (-1, 1)),
     *itertools.product(("layer_norm_linear",), ("no gate",), APART, (-1,)),
     *itertools.product(("add_layer_norm",), ("H", "by example"), ("apart",), (-1, 1)),
     ("add_layer_norm_linear", "by example", "apart", -1),
+    # A residual behind the norm; norms on both sides of a sum.
+    *itertools.product(("layer_norm_add",), ("no gate",), ("by example", "over an axis in the middle"), (-1, 1)),
+    *itertools.product(("layer_norm_add_layer_norm",), ("H", "over the last"), ("over the last", "apart"), (-1, 1)),
+    *itertools.product(("layer_norm_add_layer_norm_linear",), ("by example",), ("by example", "by row"), (-1,)),
 ]
+BY_XLA = [("xla", *case) for case in CASES]
+BY_KERNELS = [("triton", *case) for case in CASES if has_kernels(*case[1:3], axis=case[3])]
 
 
-@pytest.mark.parametrize(("name", "gate", "varies", "axis"), CASES, ids=str)
+@pytest.mark.parametrize(("implementation", "name", "gate", "varies", "axis"), [*BY_XLA, *BY_KERNELS], ids=str)
 def test_values_and_every_gradient(name, gate, varies, axis, implementation):
-    """Values and gradients in float64 are those of the reference, all gradients at once and each alone."""
+    """Values and gradients in float64 are those of the reference, all gradients at once and each alone.
+
+    Kernels take some of the cases, XLA all: by the rules, or in plain jnp.
+    """
     given, options = made(name, gate=gate, varies=varies, axis=axis)
     function = functools.partial(getattr(jln, name), implementation=implementation, **options)
     results, gradients, alone = jax.jit(lambda a: results_and_gradients(function, a))(given)
@@ -77,6 +88,35 @@ def test_values_and_every_gradient(name, gate, varies, axis, implementation):
     chex.assert_trees_all_close(results, true_results, **CLOSE)
     chex.assert_trees_all_close(gradients, true_gradients, **CLOSE)
     chex.assert_trees_all_close(alone, true_gradients, **CLOSE)
+
+
+@pytest.mark.parametrize("varies", [*VARIES, *APART])
+def test_several_linears_whose_norm_is_made_again(varies):
+    """Gradients of two kernels and a bias, however parameters vary, with `remat`."""
+    given, _ = made("layer_norm_linear", varies=varies)
+    given |= {"kernel": (given["kernel"], given["kernel"][:, 0]), "bias": (None, given["bias"][0])}
+
+    def run(module, **options):
+        return jax.jit(jax.value_and_grad(matrix.loss_by_name(functools.partial(module.layer_norm_linear, **options))))
+
+    ours = run(jln, remat=True)(given)
+    chex.assert_trees_all_close(ours, run(jln.reference)(given), **CLOSE)
+
+
+# Axes of rows, heads and H: rows that fill no tile, several heads a program and one, a row in chunks.
+@pytest.mark.parametrize("shape", [(7, 3, 37), (2, 33, 5, 129), (3, 2, 9000)], ids=str)
+@pytest.mark.parametrize("gate", ["over the last", "rows"])
+def test_heads_of_odd_sizes(shape, gate):
+    """Heads next to H are read and written where they are, each with parameters of its own."""
+    varies = "over the last" if len(shape) == 4 else "over an axis in the middle"
+    gate = varies if gate == "over the last" else gate
+    given, options = made("add_layer_norm", gate=gate, varies=varies, shape=shape)
+
+    def run(module, **more):
+        function = functools.partial(module.add_layer_norm, **options, **more)
+        return jax.jit(lambda a: results_and_gradients(function, a))(given)
+
+    chex.assert_trees_all_close(run(jln, implementation="triton"), run(jln.reference), **CLOSE)
 
 
 # The transformations of gates that the forms of `test_matrix.py` do not have, and of parameters of each example.
@@ -138,63 +178,31 @@ def test_transformed(name, gate, varies, transformation, forward_mode, implement
     chex.assert_trees_all_close(ours, plain, **CLOSE)
 
 
-@pytest.mark.parametrize("varies", APART)
-def test_an_offset_apart_is_not_written_out(varies):
-    """The operation has both parameters as they are, where a copy for each row is made of one that shares rows."""
-
-    def copies(varies):
-        given, _ = made("layer_norm", varies=varies)
-        return str(jax.make_jaxpr(lambda a: jln.layer_norm(**a))(given)).count("broadcast_in_dim")
-
-    assert copies(varies) == 0 < copies("by row")
-
-
 @pytest.mark.parametrize(
-    ("scale", "axis", "moved"),
-    [((1, 8, 4), 1, True), ((3, 8, 1), 1, False), ((8,), 1, False), ((3, 1, 4), -1, False), ((1, 8, 4), -1, False)],
+    ("scale", "axis", "by"),
+    [
+        *(((8,), 1, "xla"), ((3, 8, 1), 1, "xla"), ((1, 8, 4), 1, "plain jnp"), ((4, 8), (2, 1), "kernels")),
+        *(((3, 1, 4), -1, "kernels"), ((1, 8, 4), -1, "kernels"), ((3, 4), (0, 2), "plain jnp")),
+    ],
 )
-def test_what_kernels_would_have_transposed_is_left_to_xla(scale, axis, moved):
-    """XLA computes what nobody named an implementation for, if parameters vary along axes behind the normalised one."""
+def test_what_computes(scale, axis, by):
+    """XLA has the rules where the axis is another than the last, and plain jnp where no operation takes it."""
     x, scale = jnp.ones((3, 8, 4)), jnp.ones(scale)
-
-    def implementations(**how):
-        jaxpr = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jln.rms_norm(x, scale, axis=axis, **how))))(x)
-        return {*re.findall(r"implementation=(\w+)", str(jaxpr))}
-
-    assert implementations() == {"xla" if moved else "None"}
-    assert implementations(implementation="triton") == {"triton"}
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jln.rms_norm(x, scale, axis=axis))))(x)
+    found = {*re.findall(r"implementation=(\w+)", str(jaxpr))}
+    assert found == {"kernels": {"None"}, "xla": {"xla"}, "plain jnp": set()}[by]
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_vmap_inside_of_the_derivative_by_an_offset_of_each_row(place, implementation):
-    """Gradients where examples of vmap, which share the parameters, lie before, between or behind the axes of x."""
-    x, scale, offset = (workbench.normal(i, s, "float64") for i, s in enumerate([(3, 4, 8), (8,), (3, 4, 8)]))
-    xs = jnp.stack([x, -x], axis=place)
+@pytest.mark.parametrize("rows", [3, 4])
+def test_groups_of_few_rows_that_share_a_parameter(rows):
+    """Groups of less than four rows are plain jnp, where it moves less than kernels with parameters written out."""
+    x, scale, offset = jnp.ones((2, rows, 8, 4)), jnp.ones(4), jnp.ones((2, 1, 8, 4))
 
-    def run(module, **options):
-        def loss(xs, scale, offset):
-            of_one = functools.partial(module.layer_norm, scale=scale, offset=offset, **options)
-            return jnp.sum(jnp.sin(jax.vmap(of_one, in_axes=place)(xs)))
+    def operations(**arrays):
+        return str(jax.make_jaxpr(lambda x: jln.layer_norm(x, **arrays))(x)).count("jln_norm_forward")
 
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(xs, scale, offset)
-
-    chex.assert_trees_all_close(run(jln, implementation=implementation), run(jln.reference), **CLOSE)
-
-
-@pytest.mark.parametrize("used", [("y", "total"), ("y",), ("total",)], ids=str)
-def test_norms_on_both_sides_with_an_offset_apart(used, implementation):
-    """The offset behind varies along another axis than the other parameters, one of which is the other's offset."""
-    shapes = {"x": (3, 4, 8), "residual": (3, 4, 8), "x_offset": (3, 1, 8), "scale": (3, 1, 8), "offset": (1, 4, 8)}
-    given = {n: workbench.normal(i, shape, "float64") for i, (n, shape) in enumerate(shapes.items())}
-
-    def run(module, **options):
-        def function(**arrays):
-            results = dict(zip(("y", "total"), module.layer_norm_add_layer_norm(**arrays, **options), strict=True))
-            return [results[n] for n in used]
-
-        return jax.jit(lambda a: results_and_gradients(function, a))(given)
-
-    chex.assert_trees_all_close(run(jln, implementation=implementation), run(jln.reference), **CLOSE)
+    assert operations(scale=scale, offset=offset) == (rows == 4)
+    assert operations(scale=offset, offset=offset) == operations(offset=offset) == 1
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
@@ -243,7 +251,6 @@ ALONE = {
     "a gate of rows": ("rows", "shared"),
     "a number": ("a number", "shared"),
     "by example": ("no gate", "by example"),
-    "an offset by row": ("no gate", "apart, the offset alone by row"),
 }
 
 

@@ -115,7 +115,6 @@ AROUND = {
     "as it is": lambda f: lambda x, w, k: f(x, w[0], k),
     "a jitted norm": lambda f: lambda x, w, k: jax.jit(f)(x, w[0], k),
     "vmap": lambda f: lambda x, w, k: jax.vmap(f, (0, None, None))(x, w[0], k),
-    "vmap in the middle": lambda f: lambda x, w, k: jax.vmap(f, (1, None, None), 1)(x, w[0], k),
     "vmap of scales": lambda f: jax.vmap(f, (0, 0, None)),
     "vmap of kernels": lambda f: lambda x, w, k: jax.vmap(f, (None, None, 1))(x, w[0], k.reshape(H, 2, 4)),
     "scan": scanned,
@@ -135,8 +134,13 @@ def test_transformations(kind, around, implementation):
 
 @pytest.mark.parametrize("kind", QUANTIZE)
 def test_gradients_of_examples(kind, implementation):
+    """Examples may be in the middle by XLA, inside of the derivative, too."""
     f, g = (jax.vmap(jax.grad(loss(of(kind, implementation)), (0, 1, 2)), (0, 0, None)) for of in (layer, by_hand))
     chex.assert_trees_all_close(f(X, W, K), g(X, W, K), rtol=1e-5, atol=1e-5)
+    if implementation == "xla":
+        losses = (jax.vmap(loss(of(kind, "xla")), (1, None, None)) for of in (layer, by_hand))
+        f, g = (jax.grad(lambda *a, of=of: jnp.sum(of(*a)), (0, 1, 2)) for of in losses)
+        chex.assert_trees_all_close(f(X, W[0], K), g(X, W[0], K), rtol=1e-5, atol=1e-5)
 
 
 def requests(function, *operands):

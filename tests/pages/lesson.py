@@ -26,7 +26,6 @@ KERNELS = tuple(
         "along_rows",
         "row_terms",
         "backward",
-        "side_by_side",
         "with_linear",
         "with_linear_backward",
     )

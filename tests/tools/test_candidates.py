@@ -33,7 +33,7 @@ def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkey
     assert entry == size | {"tiles": [[2, 4096, 8, 1, 1]], "mb_per_s": 3621622}
     (tmp_path / "h200.json").write_text(json.dumps(file))
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "h200.json"))
-    assert tiles.forward(4096, 1, 2, False, Target(CHIPS["h200"]), (4, 4)) == best
+    assert tiles.forward(4096, 2, False, Target(CHIPS["h200"]), (4, 4)) == best
     made[:3] = made[:1]  # now the rule is the fastest for the first norm of this row, whatever a later one finds
     assert candidates.measured(made, "NVIDIA H200", "3.9.0")["entries"] == []
 
@@ -42,8 +42,8 @@ def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkey
 def test_the_rules_answer_with_a_candidate_as_long_as_it_is_asked_for(direction):
     target, given = Target(CHIPS["h200"]), (Tile(2, 1024, 4), Tile(1, 2048, 8))[: 2 if direction == "backward" else 1]
     ask = {
-        "forward": lambda: (tiles.forward(4096, 1, 2, False, target),),
-        "backward": lambda: (lambda plan: (plan.tile, plan.sums))(tiles.backward(4096, 1, 2, False, False, target)),
+        "forward": lambda: (tiles.forward(4096, 2, False, target),),
+        "backward": lambda: (lambda plan: (plan.tile, plan.sums))(tiles.backward(4096, 2, False, False, target)),
     }[direction]
     before = ask()
     with candidates.answers(direction, given):

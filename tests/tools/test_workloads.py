@@ -105,8 +105,8 @@ def test_bytes_and_operations_are_counted():
     inference = dataclasses.replace(linear, directions=("forward",))
     assert inference.bytes_once() == inference.bytes_once("forward") == linear.bytes_once("forward")
     assert (norm.rows, norm.width) == (7, 5)
-    strided = WORKLOADS["alphafold-pair-axis-0"]
-    assert (strided.rows, strided.width) == (384 * 384, 128)
+    first = WORKLOADS["alphafold-pair-axis-0"]
+    assert (first.rows, first.width) == (384 * 384, 128)
 
 
 @pytest.mark.parametrize("name", [name for name, w in WORKLOADS.items() if len(w.all_features) > 1])

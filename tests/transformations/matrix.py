@@ -62,36 +62,6 @@ def bind(name, given, module=jln, **options):
 
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
-EXAMPLES = 3
-OF_ROWS = ("x", "residual", "z", "added")
-
-
-def examples_of(names, axes):
-    """Arrays by name; those that `axes` names have an axis of examples at that place, each of its own numbers."""
-
-    def of(i, name, a):
-        if axes.get(name) is None:
-            return a
-        shape = [*a.shape]
-        shape.insert(axes[name] % (a.ndim + 1), EXAMPLES)
-        return workbench.normal(100 + i, tuple(shape), "float64")
-
-    return {name: of(i, name, a) for i, (name, a) in enumerate(operands(names).items())}
-
-
-def vmapped_by_name(name, module, axes, out_axes=0, **options):
-    form = FORMS[name]
-    function = form.in_order(getattr(module, form.name), tuple(operands(name)), **options)
-    return jax.vmap(function, [axes.get(n) for n in operands(name)], out_axes)
-
-
-def calls(function, *arguments):
-    """The number of vmap's axes of each operation in the program of a function."""
-    return [int(n) for n in re.findall(r"batch_dims=(\d+)", str(jax.make_jaxpr(function)(*arguments)))]
-
-
-def rows_at(name, axis):
-    return {n: axis for n in operands(name) if n in OF_ROWS}
 
 
 def loss(f):
@@ -208,9 +178,9 @@ def one_row(a):
 
 
 def odd_axes(f, a):
-    """Axes of examples in the middle and at the end."""
-    middle, last = jnp.stack([a[0], 2 * a[0]], 1), [jnp.stack([v, v + 1], -1) for v in a[1:]]
-    return jax.vmap(f, [1, *[-1] * len(last)], out_axes=-1)(middle, *last)
+    """An axis of examples in front of x, and at the end of all else."""
+    front, last = jnp.stack([a[0], 2 * a[0]]), [jnp.stack([v, v + 1], -1) for v in a[1:]]
+    return jax.vmap(f, [0, *[-1] * len(last)], out_axes=-1)(front, *last)
 
 
 REVERSE = {

@@ -42,7 +42,6 @@ SUM_SWITCHES = {
     "everything and x_bias": SWITCHES["everything"] | {"x_bias": True},
     "everything and a gate": SWITCHES["everything"] | {"x_bias": True, "gate": True},
     "everything and a gate of rows": SWITCHES["everything"] | {"x_bias": True, "row_gate": True},
-    "everything, the offset by row": SWITCHES["everything"] | {"offset_rows": True},
 }
 # With z: what is silu(z) times the norm's result, and the norm of silu(z) times x.
 _GATED = SWITCHES["add_rms_norm"] | {"adds": False}
@@ -54,7 +53,6 @@ GATED_SWITCHES = {
 REMAT_SWITCHES = {
     "a sum again": SWITCHES["add_rms_norm"] | {"remat": True},
     "everything again": SWITCHES["everything"] | {"remat": True},
-    "everything again, the offset by row": SUM_SWITCHES["everything, the offset by row"] | {"remat": True},
     "everything and a gate again": SUM_SWITCHES["everything and a gate"] | {"remat": True},
     "everything and a gate of rows again": SUM_SWITCHES["everything and a gate of rows"] | {"remat": True},
     "statistics again": SWITCHES["everything"] | {"adds": False, "remat": True},
@@ -74,12 +72,14 @@ FEW_FEATURES_SWITCHES = SUM_SWITCHES | {
     "examples and a gate of rows": SUM_SWITCHES["everything and a gate of rows"] | {"examples": 400},
     "few examples": SWITCHES["everything"] | {"adds": False, "examples": 2},
 }
-# Of examples: more than there are cores, so that one program has all rows of each.
+# Of examples: more than there are cores, so that one program has all rows of each. Of heads, and of several examples.
 EXAMPLES_SWITCHES = {
     "examples": FEW_FEATURES_SWITCHES["examples"],
     "examples of a sum": SWITCHES["everything"] | {"examples": 400},
     "examples of a sum again": REMAT_SWITCHES["everything again"] | {"examples": 400},
     "examples and a gate": FEW_FEATURES_SWITCHES["examples and a gate"],
+    "heads": SWITCHES["add_rms_norm"] | {"adds": False, "heads": 12},
+    "heads of a sum and examples": SWITCHES["everything"] | {"examples": 4, "heads": 3},
 }
 # Norms on both sides of a sum.
 BOTH_SIDES_SWITCHES = {
@@ -123,42 +123,37 @@ def dtypes_of(arrays):
     return jax.tree.map(lambda a: a.dtype.name, arrays)
 
 
-def launches(h, inner, dtypes, chip, switches):
+def launches(h, dtypes, chip, switches):
     """The launches of forward and backward at this size, none made.
 
-    With `examples` there are that many groups of rows, each with parameters of its own. With `products` y has as many
-    cotangents, with `y` it is made again.
+    With `examples`, and with `heads`, there are that many groups of rows, each with parameters of its own. With
+    `products` y has as many cotangents, with `y` it is made again.
     """
     from jln._junction import launches as launcher
 
     jax.config.update("jax_enable_x64", True)
-    examples = switches.get("examples")
-    lead = (100_000,) if examples is None else (examples, 100_000 // examples)
-    shape, axis = ((*lead, h), -1) if inner == 1 else ((3, h, inner), -2)
+    examples, heads = switches.get("examples", 0), switches.get("heads", 0)
+    lead = (examples, 100_000 // examples) if examples else (100_000,)
+    shape = (*lead, *[heads] * bool(heads), h)
     x = jax.ShapeDtypeStruct(shape, dtypes[0])
     residual = jax.ShapeDtypeStruct(shape, dtypes[1]) if switches["adds"] else None
     y = x if len(dtypes) == 3 else jax.ShapeDtypeStruct(shape, dtypes[3])
     total = x if residual is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
-    norm = Norm(axis, 1e-6, Switches(**{n: switches[n] for n in Switches._fields if n in switches}))
-    norm = dataclasses.replace(norm, examples=0 if examples is None else 1)
+    static = Switches(**{n: switches[n] for n in Switches._fields if n in switches})
+    norm = Norm(-1, 1e-6, static, examples=int(examples > 0), heads=heads > 0)
     parameter = jax.ShapeDtypeStruct(norm.sizes(Shape.COLUMN, shape, 0), dtypes[2])
-    of_row = [1 if i == len(shape) + axis else n for i, n in enumerate(shape)]
-    rstd = jax.ShapeDtypeStruct(of_row, jnp.promote_types(total.dtype, jnp.float32))
+    rstd = jax.ShapeDtypeStruct((*shape[:-1], 1), jnp.promote_types(total.dtype, jnp.float32))
     mean = rstd if switches["subtract_mean"] else None
     parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
     parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
-    parameters |= {"offset": jax.ShapeDtypeStruct(shape, dtypes[2])} if switches.get("offset_rows") else {}
     gated = {"gate", "row_gate"} & {*parameters}
     gates = {name: x for name in ("z", "x_z") if switches.get(name)}
     dtotal = None if residual is None else total
-    if switches.get("offset_rows"):
-        norm = dataclasses.replace(norm, offset_rows=tuple(i for i in range(-len(shape), 0) if i != axis))
     recorder = Recorder(ALL_CHIPS[chip])
     results = dtypes_of(Arrays(y=y, total=dtotal, mean=mean, rstd=rstd))
     operands = Arrays(x, residual, **parameters, **gates)
     jax.eval_shape(lambda operands: launcher.forward(operands, norm, results, 0, recorder), operands)
     gradients = Arrays(x if gated else total, residual if gated else None, **parameters, **gates)
-    gradients = gradients._replace(offset=None) if norm.offset_rows else gradients
     read = {"x": x} | parameters if gated else {"scale": parameters.get("scale")}
     operands = Arrays(dy=y, dtotal=dtotal, total=total, mean=mean, rstd=rstd, **{**read, "offset": None}, **gates)
     if switches.get("remat"):  # with a cotangent of total in any case, as where x is handed on

@@ -15,6 +15,7 @@ from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Interpreter, Recorder, using
 from launches import (
     DTYPES,
+    EXAMPLES_SWITCHES,
     FEW_FEATURES_SWITCHES,
     FUSED,
     GATED_SWITCHES,
@@ -32,9 +33,9 @@ pytest.importorskip("triton")
 
 # One of each architecture.
 AMD = ("mi250x", "mi300x", "mi355x")
-# One of every kind of tile, aligned and not, and rows that lie side by side.
-LAYOUTS = [(128, 1), (1000, 1), (4096, 1), (1024, 1), (8192, 1), (16384, 1), (256, 147456), (20000, 1)]
-OTHERS = [SUM_SWITCHES["everything and a gate"], GATED_SWITCHES["the norm before its gate"]]
+# One of every kind of tile, aligned and not.
+WIDTHS = [128, 1000, 4096, 1024, 8192, 16384, 256, 20000]
+OTHERS = [SUM_SWITCHES["everything and a gate"], GATED_SWITCHES["the norm before its gate"], EXAMPLES_SWITCHES["heads"]]
 SIZES = [*FUSED, (3000, 768, 64)]
 # The vector registers of a thread, where a SIMD has two waves.
 REGISTERS = 256
@@ -55,12 +56,11 @@ def resources(made, dtype):
     return found
 
 
-def norms(chip, dtype, layouts):
+def norms(chip, dtype, widths):
     of = DTYPES[dtype]
-    made = [a for h, inner in layouts for a in launches(h, inner, of, chip, SWITCHES["everything"])]
-    widths = {h for h, _ in layouts}
-    made += [a for h in widths & {1000, 4096, 8192} for s in OTHERS for a in launches(h, 1, of, chip, s)]
-    made += [a for h in widths & {1024, 4096} for a in both_sides_launches(h, of, chip, SWITCHES["add_rms_norm"])]
+    made = [a for h in widths for a in launches(h, of, chip, SWITCHES["everything"])]
+    made += [a for h in {*widths} & {1000, 4096, 8192} for s in OTHERS for a in launches(h, of, chip, s)]
+    made += [a for h in {*widths} & {1024, 4096} for a in both_sides_launches(h, of, chip, SWITCHES["add_rms_norm"])]
     return resources(made, dtype)
 
 
@@ -71,11 +71,11 @@ def linears(chip, dtype, sizes):
 
 
 @pytest.mark.parametrize(
-    ("chip", "dtype", "layouts"),
-    dealt_on("mi300x", AMD, ["bfloat16", "float32"], LAYOUTS, ["float16", "float64", "bfloat16, float32 stream"]),
+    ("chip", "dtype", "widths"),
+    dealt_on("mi300x", AMD, ["bfloat16", "float32"], WIDTHS, ["float16", "float64", "bfloat16, float32 stream"]),
 )
-def test_norms_keep_to_registers(worker, chip, dtype, layouts):
-    found = worker.submit(norms, chip, dtype, layouts).result()
+def test_norms_keep_to_registers(worker, chip, dtype, widths):
+    found = worker.submit(norms, chip, dtype, widths).result()
     assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
     assert [f for f in found if "forward" in f[0] and "H=1000" not in f[0] and f[4] != 16] == []
 
@@ -94,7 +94,7 @@ def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtyp
 
 
 def test_half_as_many_waves_of_twice_the_threads():
-    for launch in launches(4096, 1, DTYPES["bfloat16"], "mi300x", SWITCHES["everything"]):
+    for launch in launches(4096, DTYPES["bfloat16"], "mi300x", SWITCHES["everything"]):
         options = launch.tile.options(launch.chip)
         assert options["num_warps"] == max(1, launch.tile.warps // 2) and "maxnreg" not in options
 
@@ -111,7 +111,7 @@ def test_a_chip_says_what_it_is():
 CASES = {
     "add_layer_norm": ((5, 1000), ("x", "residual", "scale", "offset"), {}),
     "rms_norm_gated": ((5, 256), ("x", "z", "scale"), {}),
-    "rms_norm, rows side by side": ((2, 96, 40), ("x", "scale"), {"axis": 1}),
+    "rms_norm, heads": ((35, 3, 40), ("x", "scale"), {"scale": (1, 3, 40)}),
     "layer_norm_linear": ((70, 96), ("x", "scale", "offset", "kernel", "bias"), {}),
     "rms_norm_linear": ((70, 96), ("x", "scale", "kernel"), {}),
 }
@@ -123,22 +123,22 @@ def test_the_tiles_of_waves_are_right_in_the_interpreter(case):
 
     The chip has three compute units, so that programs of the backward kernels loop over tiles.
     """
-    shape, names, options = CASES[case]
+    shape, names, own = CASES[case]
     operator = case.partition(",")[0]
-    h, random = shape[options.get("axis", -1)], np.random.default_rng(3)
-    shapes = {"scale": (h,), "offset": (h,), "kernel": (h, 24), "bias": (24,)}
+    h, random = shape[-1], np.random.default_rng(3)
+    shapes = {"scale": (h,), "offset": (h,), "kernel": (h, 24), "bias": (24,)} | own
     arrays = [jnp.asarray(random.standard_normal(shapes.get(name, shape)), "float32") for name in names]
 
     def cotangent(result):
         return jnp.cos(jnp.arange(result.size, dtype=result.dtype)).reshape(result.shape)
 
     def step(function, *arrays):
-        results, pull = jax.vjp(lambda *a: function(*a, **options), *arrays)
+        results, pull = jax.vjp(function, *arrays)
         return results, pull(jax.tree.map(cotangent, results))
 
     expected = step(getattr(jln.reference, operator), *(a.astype("float64") for a in arrays))
     with using(Interpreter(Chip("waves", "gfx942", 3))):
-        ours = step(lambda *a, **o: getattr(jln, operator)(*a, implementation="triton", **o), *arrays)
+        ours = step(lambda *a: getattr(jln, operator)(*a, implementation="triton"), *arrays)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
 

@@ -45,11 +45,7 @@ MODULE_DTYPES = {
 # Either side of every power of two, so every tile, with and without a mask and with and without aligned rows; and rows
 # of several chunks, some with a chunk of a few elements. The others are aligned and have a mask; or a model has them.
 WIDTHS = [n for k in range(17) for n in (2**k - 1, 2**k) if n > 0] + [24, 7168, 20000, 40000, 262144]
-WIDTHS += sorted({w.width for w in WORKLOADS.values() if w.axis == -1} - set(WIDTHS))
-# Rows that lie side by side: a few, whose starts are not aligned, and many.
-STRIDED = [(h, inner) for h in (8, 100, 128, 256, 384, 1024) for inner in (7, 147456)]
-STRIDED += [(768, 196), (1536, 144), (3000, 64)]
-LAYOUTS = [(h, 1) for h in WIDTHS] + STRIDED
+WIDTHS += sorted({w.width for w in WORKLOADS.values() if w.is_over_last} - set(WIDTHS))
 
 
 def pairs_of(combinations):
@@ -66,25 +62,25 @@ def every_pair(combinations, light=()):
     return [pytest.param(*c, marks=[] if c in light else [pytest.mark.heavy]) for c in few]
 
 
-def compile_all(dtypes, chip, switches, layouts):
+def compile_all(dtypes, chip, switches, widths):
     """Return of each launch (description, bytes of a thread's stack, shared bytes of a program, the chip's limit).
 
     Runs in the worker.
     """
     made = []
-    for h, inner in layouts:
-        for launch in launches(h, inner, dtypes, chip, switches):
+    for h in widths:
+        for launch in launches(h, dtypes, chip, switches):
             resources = compiler.compile_launch(launch)
-            what = f"{launch.kernel.fn.__name__} {dtypes} H={h} inner={inner} {launch.tile}"
+            what = f"{launch.kernel.fn.__name__} {dtypes} H={h} {launch.tile}"
             made.append((what, resources.spilled, resources.shared, launch.chip.shared))
     return made
 
 
-# Bytes that a thread may have on its stack. Of all combinations' 17,512 launches of norms 29 have some: one of them, on
-# an L4, 16, the others 8. Of sums with a gate and of norms on both sides some have 8 or 16. Fused
-# Linears on an A100 and L4 have 8 in some kernels of few features, and `ONE_TRIP` is an exception. ptxas stops at 40
-# registers there, or at 64 or 128: one more would cost a core one of its programs. Another tile only moves it to
-# another launch. An H200 has none with every switch on.
+# Bytes that a thread may have on its stack. Of all combinations' launches of norms some have 8, and one on an L4 16.
+# Of sums with a gate and of norms on both sides some have 8 or 16. Fused Linears on an A100 and L4 have 8 in some
+# kernels of few features, and `ONE_TRIP` is an exception. ptxas stops at 40 registers there, or at 64 or 128: one
+# more would cost a core one of its programs. Another tile only moves it to another launch. An H200 has none with
+# every switch on.
 STACK = 16
 
 
@@ -98,80 +94,55 @@ def assert_fits(made, stack=0):
 MOST = ("bfloat16", "bfloat16, float32 parameters", "float32")
 
 
-@pytest.mark.parametrize(("switches", "dtype", "layouts"), dealt(["everything"], MOST, LAYOUTS))
-def test_no_spills_on_an_h200(worker, switches, dtype, layouts):
-    made = worker.submit(compile_all, DTYPES[dtype], "h200", SWITCHES[switches], layouts).result()
-    assert len(made) > 2 * len(layouts) - 1
+@pytest.mark.parametrize(("switches", "dtype", "widths"), dealt(["everything"], MOST, WIDTHS))
+def test_no_spills_on_an_h200(worker, switches, dtype, widths):
+    made = worker.submit(compile_all, DTYPES[dtype], "h200", SWITCHES[switches], widths).result()
+    assert len(made) > 2 * len(widths) - 1
     assert_fits(made)
 
 
 @pytest.mark.parametrize(("switches", "chip", "dtype"), every_pair(itertools.product(SWITCHES, CHIPS, DTYPES)))
 def test_no_spills(worker, switches, chip, dtype):
-    made = worker.submit(compile_all, DTYPES[dtype], chip, SWITCHES[switches], LAYOUTS).result()
-    assert len(made) > 2 * len(LAYOUTS) - 1
+    made = worker.submit(compile_all, DTYPES[dtype], chip, SWITCHES[switches], WIDTHS).result()
+    assert len(made) > 2 * len(WIDTHS) - 1
     assert_fits(made, 0 if (switches, chip) == ("everything", "h200") else STACK)
 
 
 # One of every kind of tile, with aligned rows and without; the dtypes are mixed, so no other tile is chosen.
-MODULE_LAYOUTS = [(h, 1) for h in (100, 1023, 4096, 8191, 16384, 40000)] + STRIDED[::4]
+MODULE_WIDTHS = (100, 1023, 4096, 8191, 16384, 40000)
 
 
-@pytest.mark.parametrize(("chip", "dtype", "layouts"), dealt_on("h200", CHIPS, list(MODULE_DTYPES), MODULE_LAYOUTS))
-def test_no_spills_of_modules(worker, chip, dtype, layouts):
+@pytest.mark.parametrize(("chip", "dtype", "widths"), dealt_on("h200", CHIPS, list(MODULE_DTYPES), MODULE_WIDTHS))
+def test_no_spills_of_modules(worker, chip, dtype, widths):
     switches = SWITCHES["everything"] | {"adds": False, "zero_centered_scale": False}
-    made = worker.submit(compile_all, MODULE_DTYPES[dtype], chip, switches, layouts).result()
-    assert_fits(made, 0 if chip == "h200" else STACK)
-
-
-# Rows that no tile holds: a few side by side, many whose starts are not aligned, and many.
-LONGER_SWITCHES = {
-    "layer_norm": SWITCHES["everything"] | {"adds": False, "zero_centered_scale": False},
-    "add_layer_norm": SWITCHES["everything"],
-    **GATED_SWITCHES,
-}
-LONGER = [(h, inner) for h in (1025, 2048, 3072) for inner in (3, 49, 196)]
-LONGER += [(8192, 2), (8192, 3), (16384, 3), (1025, 5), (1500, 49), (2047, 49), (1536, 576)]
-
-
-@pytest.mark.parametrize(
-    ("switches", "chip", "dtype"),
-    every_pair(
-        itertools.product(LONGER_SWITCHES, CHIPS, (*MOST, "bfloat16, float32 stream")),
-        light=[
-            ("layer_norm", "a100", "bfloat16, float32 parameters"),
-            ("the gate before the norm", "a100", "bfloat16"),
-        ],
-    ),
-)
-def test_no_spills_of_longer_rows_side_by_side(worker, switches, chip, dtype):
-    made = worker.submit(compile_all, DTYPES[dtype], chip, LONGER_SWITCHES[switches], LONGER).result()
+    made = worker.submit(compile_all, MODULE_DTYPES[dtype], chip, switches, widths).result()
     assert_fits(made, 0 if chip == "h200" else STACK)
 
 
 @pytest.mark.parametrize(
-    ("switches", "dtype", "layouts"),
-    dealt(SUM_SWITCHES | REMAT_SWITCHES, ["bfloat16", "float32"], [*MODULE_LAYOUTS, (2048, 1)]),
+    ("switches", "dtype", "widths"),
+    dealt(SUM_SWITCHES | REMAT_SWITCHES, ["bfloat16", "float32"], (*MODULE_WIDTHS, 2048)),
 )
-def test_no_spills_of_sums_with_a_gate(worker, switches, dtype, layouts):
+def test_no_spills_of_sums_with_a_gate(worker, switches, dtype, widths):
     of = (SUM_SWITCHES | REMAT_SWITCHES)[switches]
-    made = worker.submit(compile_all, DTYPES[dtype], "h200", of, layouts).result()
+    made = worker.submit(compile_all, DTYPES[dtype], "h200", of, widths).result()
     assert_fits(made, STACK)
 
 
 @pytest.mark.parametrize(
-    ("switches", "dtype", "layouts"),
-    dealt(GATED_SWITCHES, ["bfloat16", "float32"], [*MODULE_LAYOUTS, (128, 1), (8192, 1)]),
+    ("switches", "dtype", "widths"),
+    dealt(GATED_SWITCHES, ["bfloat16", "float32"], (*MODULE_WIDTHS, 128, 8192)),
 )
-def test_no_spills_of_gated_norms(worker, switches, dtype, layouts):
+def test_no_spills_of_gated_norms(worker, switches, dtype, widths):
     """No launch of a gated norm spills, up to 8192 elements: the widest rows of 16 bits that are no chunks.
 
     By default each size is in one of the dtypes.
     """
-    made = worker.submit(compile_all, DTYPES[dtype], "h200", GATED_SWITCHES[switches], layouts).result()
+    made = worker.submit(compile_all, DTYPES[dtype], "h200", GATED_SWITCHES[switches], widths).result()
     assert_fits(made)
 
 
-# Of each size of an element and each mixture one dtype, as tiles depend on no more; and a third of the layouts.
+# Of each size of an element and each mixture one dtype, as tiles depend on no more; and a third of the widths.
 @pytest.mark.parametrize(
     ("switches", "chip", "dtype"),
     every_pair(
@@ -184,7 +155,7 @@ def test_no_spills_of_gated_norms(worker, switches, dtype, layouts):
 )
 def test_no_spills_of_sums_with_a_gate_at_any_size(worker, switches, chip, dtype):
     of = (SUM_SWITCHES | GATED_SWITCHES | REMAT_SWITCHES)[switches]
-    made = worker.submit(compile_all, DTYPES[dtype], chip, of, LAYOUTS[::3]).result()
+    made = worker.submit(compile_all, DTYPES[dtype], chip, of, WIDTHS[::3]).result()
     assert_fits(made, STACK)
 
 
@@ -197,19 +168,22 @@ def test_no_spills_of_sums_with_a_gate_at_any_size(worker, switches, chip, dtype
 )
 def test_no_spills_in_front_of_several_products(worker, switches, chip, dtype):
     """Nothing spills where a kernel adds up what products pull back, and it has room for what it fetches ahead."""
-    layouts = [(h, 1) for h in (100, 768, 1024, 2048, 4096, 5120, 8192, 16384)]
-    made = worker.submit(compile_all, DTYPES[dtype], chip, SEVERAL_SWITCHES[switches], layouts).result()
+    widths = (100, 768, 1024, 2048, 4096, 5120, 8192, 16384)
+    made = worker.submit(compile_all, DTYPES[dtype], chip, SEVERAL_SWITCHES[switches], widths).result()
     assert_fits(made, STACK)
 
 
 @pytest.mark.parametrize(
     ("switches", "chip", "dtype"),
-    every_pair(itertools.product(EXAMPLES_SWITCHES, CHIPS, MOST), light=[("examples of a sum", "b200", "float32")]),
+    every_pair(
+        itertools.product(EXAMPLES_SWITCHES, CHIPS, MOST),
+        light=[("examples of a sum", "b200", "float32"), ("heads", "h200", "bfloat16")],
+    ),
 )
-def test_no_spills_of_parameters_of_examples(worker, switches, chip, dtype):
+def test_no_spills_of_parameters_of_examples_and_heads(worker, switches, chip, dtype):
     """Nothing spills where one program has all rows of an example: of 8192 elements in float32 40 to 80 bytes did."""
-    layouts = [(1000, 1), (4096, 1), (8192, 1)]
-    made = worker.submit(compile_all, DTYPES[dtype], chip, EXAMPLES_SWITCHES[switches], layouts).result()
+    widths = (128, 1000, 4096, 8192)
+    made = worker.submit(compile_all, DTYPES[dtype], chip, EXAMPLES_SWITCHES[switches], widths).result()
     assert_fits(made, STACK)
 
 
@@ -256,7 +230,7 @@ def kernels_of(chip, are_linear):
         made = [launch for size in FUSED for launch in linear_launches(*size, dtypes, chip, switches)]
     else:
         dtypes = DTYPES["bfloat16"]
-        made = [launch for size in MODULE_LAYOUTS for launch in launches(*size, dtypes, chip, switches)]
+        made = [launch for h in MODULE_WIDTHS for launch in launches(h, dtypes, chip, switches)]
     return [(launch.kernel.fn.__name__, launch.tile, launch.constants) for launch in made]
 
 
@@ -282,7 +256,7 @@ def spills_of_a_large_tile():
 
     backward = next(
         launch
-        for launch in launches(16384, 1, DTYPES["float32"], "h200", SWITCHES["everything"])
+        for launch in launches(16384, DTYPES["float32"], "h200", SWITCHES["everything"])
         if launch.kernel.fn.__name__ == "backward_kernel"
     )
     constants = backward.constants | {"BLOCK_H": 16384}

@@ -138,12 +138,11 @@ def test_target_chip(monkeypatch):
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("inner", [1, 2, 7, 64, 147456])
 @pytest.mark.parametrize("h", [1, 2, 3, 127, 128, 1000, 4096, 8191, 8192, 16384, 16385, 262144])
-def test_tiles_are_what_triton_accepts(h, inner, itemsize):
-    plan = tiles.backward_plan(h, inner, itemsize)
+def test_tiles_are_what_triton_accepts(h, itemsize):
+    plan = tiles.backward_plan(h, itemsize)
     reduce = [tiles.reduce_tile(h, shares) for shares in (2, 33, None)]
-    for tile in (tiles.forward_tile(h, inner, itemsize), plan.tile, plan.sums, *reduce):
+    for tile in (tiles.forward_tile(h, itemsize), plan.tile, plan.sums, *reduce):
         if tile is not None:
             for n in (tile.rows, tile.columns, tile.warps):
                 assert n == next_power_of_2(n) >= 1
@@ -157,7 +156,7 @@ def test_row_sums_have_a_kernel_where_a_tile_has_no_whole_rows(h, itemsize):
         (False, True), (False, True), (0, 1, 2), (0, 1, 3), CHIPS
     ):
         how = {"beside": beside, "more": more, "reads": (2 + beside, 0)}
-        plan = tiles.backward(h, 1, itemsize, mixed, wants_y, target.Target(CHIPS[chip]), **how)
+        plan = tiles.backward(h, itemsize, mixed, wants_y, target.Target(CHIPS[chip]), **how)
         assert plan.tile.columns >= h or plan.sums is not None
 
 
@@ -185,25 +184,3 @@ def test_the_widest_row_on_both_sides_of_a_float32_stream(centred, gated, widest
     """Rows of a few elements more take a kernel for each norm."""
     found = [tiles.both_sides(h, 4, True, CHIPS["h200"], centred=centred, gated=gated) for h in (widest, widest + 4)]
     assert found[0] is not None and found[0].columns >= widest and found[1] is None
-
-
-@pytest.mark.parametrize(
-    ("h", "inner", "itemsize", "read", "rows", "programs"),
-    [
-        (384, 576, 2, 2, 32, 2),  # 64 bytes side by side
-        (384, 144, 4, 2, 16, 2),
-        (768, 49, 2, 2, 32, 2),
-        (768, 576, 2, 3, 16, 2),  # with z
-        (1536, 144, 2, 2, 16, 2),  # 32 bytes
-        (3072, 64, 2, 2, 16, 1),
-        (3136, 64, 2, 2, None, None),  # 201 KB
-        (1025, 16, 2, 2, 16, 2),  # a sector side by side
-        (1025, 15, 2, 2, None, None),
-        (1025, 7, 4, 2, None, None),
-        (600, 64, 8, 2, None, None),
-    ],
-)
-def test_rows_side_by_side_are_as_long_as_caches_hold(h, inner, itemsize, read, rows, programs):
-    tile = tiles.side_by_side(h, inner, itemsize, False, read, CHIPS["h200"])
-    assert (tile and (tile.rows, tile.programs_per_core)) == (rows and (rows, programs))
-    assert tiles.side_by_side(h, inner, itemsize, False, read, CHIPS["mi300x"]) is None

@@ -16,12 +16,12 @@ from jln._triton.target import Target
 from jln._triton.tile import Tile
 
 H200 = CHIPS["h200"]
-OTHER = Tile(4, 128, 2)  # forward_tile(128, 1, 2) has 16 rows
-RULE = tiles.forward_tile(128, 1, 2)
+OTHER = Tile(4, 128, 2)  # forward_tile(128, 2) has 16 rows
+RULE = tiles.forward_tile(128, 2)
 
 
 def chosen(chip=H200, h=128):
-    return tiles.forward(h, 1, 2, False, Target(chip), (4, 4))
+    return tiles.forward(h, 2, False, Target(chip), (4, 4))
 
 
 def entry(*given, choice="forward", h=(128,), itemsize=2):
@@ -75,26 +75,25 @@ def test_chips_by_their_marketing_names(kind, name, tuning_file):
 
 
 def test_only_what_was_measured_is_chosen(tuning_file):
-    """Other elements, several dtypes, rows side by side, sums, and passes with more to hold go by the rules."""
+    """Other elements, several dtypes, sums, and passes with more to hold go by the rules."""
     sums = Tile(1, 64, 2)
     write(tuning_file, entry(OTHER), entry(Tile(8, 64, 2, 8), sums, choice="backward"))
     h200 = Target(H200)
-    assert tiles.forward(128, 1, 4, False, h200, (4, 4)) == tiles.forward_tile(128, 1, 4)
-    assert tiles.forward(128, 1, 2, True, h200, (4, 4)) == tiles.forward_tile(128, 1, 2, True)
-    assert tiles.forward(128, 64, 2, False, h200, (4, 4)) == tiles.forward_tile(128, 64, 2)
-    assert tiles.forward(128, 1, 2, False, h200, (4, 4), adds=True) == RULE == tiles.forward(128, 1, 2, False, h200)
-    plan = tiles.backward(128, 1, 2, False, False, h200)
+    assert tiles.forward(128, 4, False, h200, (4, 4)) == tiles.forward_tile(128, 4)
+    assert tiles.forward(128, 2, True, h200, (4, 4)) == tiles.forward_tile(128, 2, True)
+    assert tiles.forward(128, 2, False, h200, (4, 4), adds=True) == RULE == tiles.forward(128, 2, False, h200)
+    plan = tiles.backward(128, 2, False, False, h200)
     assert (dataclasses.replace(plan.tile, stages=8), plan.sums) == (Tile(8, 64, 2, 8), sums)
-    rules = tiles.backward_plan(128, 1, 2)
-    assert tiles.backward(128, 1, 2, False, True, h200).sums == rules.sums
-    assert tiles.backward(128, 1, 2, False, False, h200, more=1).sums == rules.sums
-    assert tiles.backward(128, 1, 2, False, False, h200, beside=1).sums == rules.sums
+    rules = tiles.backward_plan(128, 2)
+    assert tiles.backward(128, 2, False, True, h200).sums == rules.sums
+    assert tiles.backward(128, 2, False, False, h200, more=1).sums == rules.sums
+    assert tiles.backward(128, 2, False, False, h200, beside=1).sums == rules.sums
 
 
 def test_measured_stages_are_no_more_than_there_is_room_for(tuning_file):
     many = Tile(8, 4096, 16, 8)
     write(tuning_file, entry(many, choice="backward", h=(4096,)), entry(many, h=(4096,)))
-    assert tiles.backward(4096, 1, 2, False, False, Target(H200)).tile == Tile(8, 4096, 16, 2)
+    assert tiles.backward(4096, 2, False, False, Target(H200)).tile == Tile(8, 4096, 16, 2)
     assert chosen(h=4096) == Tile(8, 4096, 16, 4)
 
 
@@ -106,7 +105,7 @@ def test_choices_cannot_depend_on_the_number_of_rows(choose):
     """No tile is chosen by the number of rows, on which a row's result would then depend."""
     of_arrays = {"wants_y", "beside", "more", "crammed", "reads", "parameters", "adds"}  # which there are, and how many
     of_arrays |= {"shares"} if choose is tiles.reduce_tile else set()  # of many groups, and no row's result
-    assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
+    assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip"}
     assert [*inspect.signature(tuning.entries).parameters] == ["chip"]
 
@@ -146,7 +145,7 @@ def test_an_entry_that_no_kernel_can_run_is_said_once_and_left_out(case, tuning_
     (warning,) = said
     assert str(tuning_file) in str(warning.message) and "entry 1: " in str(warning.message)
     assert why in str(warning.message)
-    assert tiles.backward(128, 1, 2, False, False, Target(H200)).tile != OTHER  # nor is a part of it taken
+    assert tiles.backward(128, 2, False, False, Target(H200)).tile != OTHER  # nor is a part of it taken
     assert chosen() == RULE and chosen(h=64) == Tile(1, 64, 2)  # warnings are errors here: it is not said again
 
 

@@ -1,0 +1,123 @@
+"""Ways to break calls under `vmap`: one call, plain jnp, and operations with an axis more."""
+
+from targets import JUNCTION, JUNCTION_RULES, LINEAR_TILES, NORM_ARGUMENTS, OPERATION, TRANSFORMED, VMAPS, Mutant
+
+CALL = "jln/_core/reverse_mode.py"
+TESTS = "tests/transformations/test_vmaps.py::"
+SHARED_LINEAR = "tests/operators/test_linears_in_eight_bits.py::test_vmap_is_a_loop[xla-given scale]"
+BEHIND = f"{TESTS}test_gradients_of_each_example"
+
+
+def norms(place: str, name: str = "layer_norm") -> tuple[str, ...]:
+    return (f"{TESTS}test_norms[xla-{name}-{place}]",)
+
+
+def nested(vmaps: str) -> tuple[str, ...]:
+    return (f"{TESTS}test_nested[xla-{vmaps}-grad]",)
+
+
+UNDER_VMAP = [
+    # One call
+    Mutant(
+        "vmaps in the other order", CALL, "vmaps=(*vmaps, tuple(dims))", "vmaps=(tuple(dims), *vmaps)", nested("adaLN")
+    ),
+    Mutant(
+        "dead code that takes a live result with it", CALL, "was_used and next(asked)", "next(asked, False)",
+        (f"{TESTS}test_results_that_fall_away_one_after_the_other",),
+    ),
+    Mutant(
+        "the one call made in the user's mode of promotion", "jln/_core/derivatives.py", "_in_own_modes(widen)",
+        "widen", (f"{TESTS}test_an_offset_that_groups_share_is_added_up_in_float32",),
+    ),
+    Mutant("heads that do not lie next to H", VMAPS, "and place == h and", "and", norms("groups")),
+    Mutant(
+        "rows in front of groups", VMAPS, "elif columns & moved or place < norm.examples:", "elif columns & moved:",
+        (f"{TESTS}test_examples_beside_groups[(2, 1, 1, 8)-0-inside]",),
+    ),
+    Mutant("examples not counted", VMAPS, "examples=norm.examples + 1)", "examples=norm.examples)", norms("groups")),
+    Mutant(
+        "examples behind rows taken for ones in front", VMAPS, "        last = norm.examples\n", "",
+        norms("parameters of examples in the middle"),
+    ),
+    Mutant("rows behind H taken for rows in front", VMAPS, "if place > last:", "if False:", norms("rows behind H")),
+    Mutant(
+        "a parameter that heads share not written out", VMAPS, "heads=True), numbers | columns", "heads=True), numbers",
+        nested("heads of groups"),
+    ),
+    Mutant(
+        "a parameter that examples share not written out", VMAPS, "+ 1), numbers | columns", "+ 1), numbers",
+        nested("heads of groups"),
+    ),
+    Mutant(
+        "a gate of rows that examples share not written out", VMAPS, "+ 1), numbers | columns", "+ 1), columns",
+        (f"{TESTS}test_a_gate_of_rows[triton-None-inside]",),
+    ),
+    Mutant(
+        "rows that examples share taken for rows of each", VMAPS, "or rows - moved or", "or",
+        (f"{TESTS}test_results_that_nobody_uses[y-plain]",),
+    ),
+    Mutant(
+        "kernels of examples taken for a shared one", VMAPS, 'moved & {"kernel", "bias", *', "moved & {*",
+        (f"{TESTS}test_linears_of_examples[xla-rms_norm_linear-rows and kernels-False]",),
+    ),
+    Mutant(
+        "few features of heads in one kernel", LINEAR_TILES, "junction.norm.heads or ", "",
+        ("tests/operators/test_few_features_of_examples.py::test_what_is_left_to_the_norm_and_a_product",),
+    ),
+    # Plain jnp
+    Mutant(
+        "gradients made for each example where plain jnp adds them up", CALL, "plain(settings) or derivative",
+        "derivative", norms("parameters of the same rows"),
+    ),
+    Mutant(
+        "eight bits by plain jnp", JUNCTION_RULES, "None if junction.eight_bits or junction", "None if junction",
+        (SHARED_LINEAR,),
+    ),
+    Mutant(
+        "a gate of rows left out of plain jnp", JUNCTION_RULES, "a.row_gate if a.gate is None else a.gate", "a.gate",
+        (f"{JUNCTION}test_transformed[add_layer_norm-rows-shared-grad(vmap), over x-False-xla]",),
+    ),
+    Mutant(
+        "z in front of the norm left out of plain jnp", JUNCTION_RULES, "a.x_z if a.z is None else a.z", "a.z",
+        norms("parameters of the same rows", "rms_norm_gated, norm_before_gate=False"),
+    ),
+    Mutant(
+        "z behind the norm in plain jnp", JUNCTION_RULES, "norm_before_gate=a.x_z is None", "norm_before_gate=True",
+        norms("parameters of the same rows", "rms_norm_gated, norm_before_gate=False"),
+    ),
+    Mutant(
+        "more than the operands kept by plain jnp", JUNCTION_RULES,
+        "(jax.checkpoint(of_operands) if norm.remat else of_operands)", "of_operands",
+        (f"{TESTS}test_remat_holds_the_operands_alone[kernels]",),
+    ),
+    Mutant(
+        "parameters along axes in the middle taken for shared ones", NORM_ARGUMENTS,
+        "len(own) != examples + heads or", "", (f"{TESTS}test_examples_beside_groups[(1, 4, 1, 8)-0-inside]",),
+    ),
+    Mutant(
+        "four rows a group taken for few", NORM_ARGUMENTS, "rows < fewest_rows", "rows <= fewest_rows",
+        (f"{JUNCTION}test_groups_of_few_rows_that_share_a_parameter[4]",),
+    ),
+    Mutant(
+        "three rows a group taken for many", NORM_ARGUMENTS, "(are_few and len(", "(False and len(",
+        (f"{JUNCTION}test_groups_of_few_rows_that_share_a_parameter[3]",),
+    ),
+    Mutant(
+        "kernels where H is not the last axis", "jln/_operators/call.py",
+        'settled = dataclasses.replace(settled, implementation="xla")', "pass",
+        (f"{JUNCTION}test_what_computes[scale0-1-xla]",),
+    ),
+    # Operations, around the derivative
+    Mutant(
+        "an axis behind rows taken for one in front", OPERATION, "if place > request.batch_dims:", "if False:",
+        (f"{BEHIND}[xla-behind H--2]",),
+    ),
+    Mutant(
+        "x copied for operations' kernels", OPERATION,
+        "front, implementation = 0, behind_rows(implementation)", "front = 0", (f"{BEHIND}[triton-in the middle--1]",),
+    ),
+    Mutant(
+        "vmap's axis not counted", OPERATION, "batch_dims=request.batch_dims + 1)", "batch_dims=request.batch_dims)",
+        (f"{TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",),
+    ),
+]  # fmt: skip
