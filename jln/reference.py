@@ -27,7 +27,7 @@ def layer_norm(
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
     """Return `(x - mean) / sqrt(variance + epsilon) * scale + offset`, over `axis`, of what `jln.layer_norm` takes."""
-    return junction(x, Norm(True, axis, epsilon, zero_centered_scale), scale, offset, dtype=dtype)
+    return _junction(x, _Norm(True, axis, epsilon, zero_centered_scale), scale, offset, dtype=dtype)
 
 
 def rms_norm(
@@ -35,7 +35,7 @@ def rms_norm(
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
     """Return `x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`, of what `jln.rms_norm` takes."""
-    return junction(x, Norm(False, axis, epsilon, zero_centered_scale), scale, dtype=dtype)
+    return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, dtype=dtype)
 
 
 def add_layer_norm(
@@ -47,8 +47,8 @@ def add_layer_norm(
 
     `total = residual + gate * (x + x_bias)` is rounded once.
     """
-    norm = Norm(True, axis, epsilon, zero_centered_scale)
-    return junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
+    norm = _Norm(True, axis, epsilon, zero_centered_scale)
+    return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
 
 
 def add_rms_norm(
@@ -60,8 +60,8 @@ def add_rms_norm(
 
     `total = residual + gate * (x + x_bias)` is rounded once.
     """
-    norm = Norm(False, axis, epsilon, zero_centered_scale)
-    return junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
+    norm = _Norm(False, axis, epsilon, zero_centered_scale)
+    return _junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
 
 
 def layer_norm_add(
@@ -69,7 +69,7 @@ def layer_norm_add(
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
     """Return `residual + layer_norm(x, scale, offset)`, rounded once, of what `jln.layer_norm_add` takes."""
-    return junction(x, Norm(True, axis, epsilon, zero_centered_scale), scale, offset, added=residual, dtype=dtype)
+    return _junction(x, _Norm(True, axis, epsilon, zero_centered_scale), scale, offset, added=residual, dtype=dtype)
 
 
 def rms_norm_add(
@@ -77,7 +77,7 @@ def rms_norm_add(
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
     """Return `residual + rms_norm(x, scale)`, rounded once, of what `jln.rms_norm_add` takes."""
-    return junction(x, Norm(False, axis, epsilon, zero_centered_scale), scale, added=residual, dtype=dtype)
+    return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, added=residual, dtype=dtype)
 
 
 def rms_norm_add_rms_norm(
@@ -89,8 +89,8 @@ def rms_norm_add_rms_norm(
 
     `total = residual + gate * rms_norm(x, x_scale)` is rounded once, and the rounded sum is normalised.
     """
-    norm, both = Norm(False, axis, epsilon, zero_centered_scale), {"both_sides": True, "x_scale": x_scale}
-    return junction(x, norm, scale, residual=residual, **both, gate=gate, dtype=dtype)
+    norm, both = _Norm(False, axis, epsilon, zero_centered_scale), {"both_sides": True, "x_scale": x_scale}
+    return _junction(x, norm, scale, residual=residual, **both, gate=gate, dtype=dtype)
 
 
 def layer_norm_add_layer_norm(
@@ -102,8 +102,8 @@ def layer_norm_add_layer_norm(
 
     `total = residual + gate * layer_norm(x, x_scale, x_offset)` is rounded once, and the rounded sum is normalised.
     """
-    norm, both = Norm(True, axis, epsilon, zero_centered_scale), {"both_sides": True, "x_scale": x_scale}
-    return junction(x, norm, scale, offset, residual=residual, **both, x_bias=x_offset, gate=gate, dtype=dtype)
+    norm, both = _Norm(True, axis, epsilon, zero_centered_scale), {"both_sides": True, "x_scale": x_scale}
+    return _junction(x, norm, scale, offset, residual=residual, **both, x_bias=x_offset, gate=gate, dtype=dtype)
 
 
 def rms_norm_gated(
@@ -111,8 +111,8 @@ def rms_norm_gated(
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
     """Return `rms_norm(x, scale) * silu(z)` or `rms_norm(x * silu(z), scale)`, of what `jln.rms_norm_gated` takes."""
-    norm = Norm(False, axis, epsilon, zero_centered_scale)
-    return junction(x, norm, scale, z=z, norm_before_gate=norm_before_gate, dtype=dtype)
+    norm = _Norm(False, axis, epsilon, zero_centered_scale)
+    return _junction(x, norm, scale, z=z, norm_before_gate=norm_before_gate, dtype=dtype)
 
 
 def layer_norm_linear(
@@ -120,8 +120,8 @@ def layer_norm_linear(
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> Products:  # fmt: skip
     """Return `layer_norm(x, scale, offset) @ kernel + bias`, of what `jln.layer_norm_linear` takes."""
-    norm = Norm(True, -1, epsilon, zero_centered_scale)
-    return junction(x, norm, scale, offset, linears=(kernel, bias, precision))
+    norm = _Norm(True, -1, epsilon, zero_centered_scale)
+    return _junction(x, norm, scale, offset, linears=(kernel, bias, precision))
 
 
 def rms_norm_linear(
@@ -129,7 +129,7 @@ def rms_norm_linear(
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> Products:  # fmt: skip
     """Return `rms_norm(x, scale) @ kernel + bias`, of what `jln.rms_norm_linear` takes."""
-    return junction(x, Norm(False, -1, epsilon, zero_centered_scale), scale, linears=(kernel, bias, precision))
+    return _junction(x, _Norm(False, -1, epsilon, zero_centered_scale), scale, linears=(kernel, bias, precision))
 
 
 def add_layer_norm_linear(
@@ -141,8 +141,8 @@ def add_layer_norm_linear(
 
     `total = residual + gate * (x + x_bias)` is rounded once.
     """
-    norm, linears = Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
-    return junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
+    norm, linears = _Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
+    return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
 
 
 def add_rms_norm_linear(
@@ -154,8 +154,8 @@ def add_rms_norm_linear(
 
     `total = residual + gate * (x + x_bias)` is rounded once.
     """
-    norm, linears = Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
-    return junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
+    norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
+    return _junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
 
 
 def rms_norm_add_rms_norm_linear(
@@ -167,8 +167,8 @@ def rms_norm_add_rms_norm_linear(
 
     `total = residual + gate * rms_norm(x, x_scale)` is rounded once.
     """
-    norm, linears = Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
-    return junction(x, norm, scale, residual=residual, both_sides=True, x_scale=x_scale, gate=gate, linears=linears)
+    norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
+    return _junction(x, norm, scale, residual=residual, both_sides=True, x_scale=x_scale, gate=gate, linears=linears)
 
 
 def layer_norm_add_layer_norm_linear(
@@ -181,12 +181,12 @@ def layer_norm_add_layer_norm_linear(
     Arguments are those of `jln.layer_norm_add_layer_norm_linear`. `total = residual + gate * layer_norm(x, x_scale,
     x_offset)` is rounded once.
     """
-    norm, linears = Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
+    norm, linears = _Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
     both = {"both_sides": True, "x_scale": x_scale, "x_bias": x_offset}
-    return junction(x, norm, scale, offset, residual=residual, **both, gate=gate, linears=linears)
+    return _junction(x, norm, scale, offset, residual=residual, **both, gate=gate, linears=linears)
 
 
-class Norm(NamedTuple):
+class _Norm(NamedTuple):
     """The norm of an array in the compute dtype: LayerNorm if it centres, RMSNorm if not."""
 
     centres: bool
@@ -204,7 +204,7 @@ class Norm(NamedTuple):
         return a if offset is None else a + _spread(offset, a, self.axis)
 
 
-def junction(
+def _junction(
     x, norm, scale=None, offset=None, *, adds=False, residual=None, x_bias=None, both_sides=False, x_scale=None,
     gate=None, z=None, norm_before_gate=True, added=None, linears=None, dtype=None,
 ) -> Any:  # fmt: skip

@@ -69,7 +69,7 @@ class Operation(Generic[Operands, Results]):
     shapes: from the formula's arguments to the results' shapes and dtypes; by default found by tracing the formula.
     reads: `reads(settings, dtypes)` -> the names of the operands that the wanted results, those with a dtype, are made
       of. For an operation of which not all results may be wanted: the others are not read.
-    rows: the names of operands so large that they stay where they are, if an axis of vmap is not in front of them.
+    rows: from operands, or what stands for them, to those so large that they stay where an axis of vmap is in them.
     before_spread: from the operands to those of the same operation in a program that JAX spreads over devices: one sum
       in place of products, of which devices may have shares, so that these are added up once.
     """
@@ -85,7 +85,7 @@ class Operation(Generic[Operands, Results]):
         layout: Callable[..., Layout] | None = None,
         shapes: Callable[..., Results] | None = None,
         reads: Callable[[Any, Results], Container[str]] | None = None,
-        rows: Sequence[str] = (),
+        rows: Callable[[Operands], Any] = lambda operands: (),
         before_spread: Callable[[Operands], Operands] | None = None,
     ):
         self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
@@ -176,8 +176,7 @@ class Operation(Generic[Operands, Results]):
 
     def _batch(self, operands, dims, *, tree, request, implementation, **params):
         """The operation with one axis more of vmap in front; by XLA where that is behind rows, as results are then."""
-        named = tree.unflatten(dims)
-        front = place = min(jax.tree.leaves([getattr(named, name) for name in self._rows]), default=0)
+        front = place = min(jax.tree.leaves(self._rows(tree.unflatten(dims))), default=0)
         if place > request.batch_dims:
             front, implementation = 0, behind_rows(implementation)
 
@@ -293,8 +292,8 @@ class LinearOperation(Operation[Operands, Results]):
       the tangents from the results' cotangents and the tangents' avals; None stands for one that is absent.
     """
 
-    def __init__(self, name: str, formula: Callable[..., Results], *, transpose: Callable[..., Any]):
-        super().__init__(name, formula)
+    def __init__(self, name: str, formula: Callable[..., Results], *, transpose: Callable[..., Any], rows: Any):
+        super().__init__(name, formula, rows=rows)
         self._transposed = transpose
         ad.primitive_transposes[self._primitive] = self._transpose
 
@@ -321,7 +320,8 @@ def behind_rows(implementation: str | None) -> str:
     if implementation == "triton":
         raise ValueError(
             "implementation='triton' takes the examples of a vmap in front of the rows, else x would be copied: write "
-            "jnp.moveaxis and in_axes=0, or leave implementation to None, which has XLA read x where it is"
+            "jnp.moveaxis and in_axes=0, or parameters [N, H] of heads next to H without a vmap; or leave the argument "
+            "out, and XLA reads x where it is"
         )
     return "xla"
 

@@ -17,6 +17,7 @@ from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
 from jln._fuse.norms import Miss, Norm, norms_of
 from jln._fuse.regions import Parameter
+from jln._junction.arguments import groups_of
 from jln._junction.linears.tiles import FUSED_FEATURES
 
 
@@ -53,9 +54,10 @@ _IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads XLA makes better, wit
 # 45.96, and 56.38 and 50.45 (`benchmarks/fuse_choices.py`).
 _IS_MADE_AGAIN = "in this jax.checkpoint XLA makes an RMSNorm better, inside of what reads it"
 
-# Kernels take rows whose elements lie side by side. A ConvNeXt's norm, channels first, moves 514 MB by the operator, and
-# as Flax writes it 457 (`python benchmarks/report.py convnext-768`).
+# Kernels take rows whose elements lie side by side: a ConvNeXt norm, channels first, moves 514 MB by the operator, and
+# 457 as Flax writes it (`python benchmarks/report.py convnext-768`). With other parameters the operator is plain jnp.
 _IS_OVER_OTHER_AXES = "a norm over other axes than the last XLA makes better"
+_VARIES_ALONG_OTHER_AXES = "no kernel reads parameters along these axes"
 
 
 def rewrite(graph: Graph, options: Options) -> list[Finding]:
@@ -109,6 +111,10 @@ class _Rewriting:
         is_in_front = junction is not None and junction.in_front is not None
         if not norm.is_of_rows:
             return _IS_OVER_OTHER_AXES
+        h = norm.x.ndim - len(norm.features)
+        parameters = [p for p in (norm.scale, norm.offset) if p is not None]
+        if groups_of((*norm.x.shape[:h], 1), h, [(*p.shape[:h], 1) for p in parameters]) is None:
+            return _VARIES_ALONG_OTHER_AXES
         if norm.centres or norm.z is not None or is_in_front or norm.y in self.eight_bits:
             return None
         if options.is_checkpointed:

@@ -1,7 +1,7 @@
 """The user's arrays, checked, and laid out as the operations want them.
 
-The operations have one normalised axis, parameters of x's rank, and in front the axes of examples that have parameters
-of their own.
+The operations have one normalised axis, parameters of x's rank, and in front the axes of examples, and next to H that
+of heads, that have parameters of their own.
 """
 
 from __future__ import annotations
@@ -69,18 +69,37 @@ def norm_of(
     return Norm(max(axes) - arrays.x.ndim, epsilon, switches, both_sides=both_sides, remat=remat)
 
 
-# Of groups with fewer rows, parameters that they share move more as they are written out than in plain jnp: forward and
+# Of groups with fewer rows, each parameter that they share moves more, written out, than in plain jnp: forward and
 # backward of [B, 8192 / B, 4096] in bfloat16, with an offset (a scale) for each place in a sequence, take 1143 (1076),
 # 738 (705) and 537 (520) MB for B of 1, 2 and 4, plain jnp 942 (740), 875 (640) and 841 (589).
 FEWEST_ROWS = 4
+
+
+def groups_of(
+    x: Sequence[int], h: int, columns: Sequence[Sequence[int]], fewest_rows: int = FEWEST_ROWS
+) -> tuple[int, bool] | None:
+    """How many of the first axes are those of examples, and whether heads are in front of H, the axis `h`.
+
+    None where parameters of these sizes, all of x's rank, vary along other axes, or where groups that share some have
+    fewer than the fewest rows for each of these.
+    """
+    own = {i for sizes in columns for i, n in enumerate(sizes) if i != h and n != 1}
+    behind = next((i for i in range(h) if i not in own and x[i] != 1), h)
+    examples = 1 + max((i for i in own if i < behind), default=-1)
+    others = {i for i in own if i >= examples}
+    heads = others == {h - 1} and h == len(x) - 1
+    rows = math.prod(n for i, n in enumerate(x) if i != h and i not in own)
+    shared = sum(any(sizes[i] == 1 for i in own if x[i] != 1) for sizes in columns)
+    if (others and not heads) or (isinstance(rows, int) and rows < fewest_rows * shared):
+        return None
+    return examples, heads
 
 
 def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, fewest_rows: int) -> tuple[Arrays, Norm] | None:
     """Lay out the user's arrays, but for those of Linears, for the norm's operations: adjacent axes of H are one.
 
     Returns the operands, and the norm with its axes of examples and heads. On these every parameter is written out to
-    x's sizes, as is a row's gate on all axes of rows. None where axes are not adjacent, where parameters vary along
-    others, or where groups that share some have fewer than the fewest rows.
+    x's sizes, as is a row's gate on all axes of rows. None where axes are not adjacent, or as of `groups_of`.
     """
     x, order = arrays.x, sorted(axes)
     normalised = tuple(x.shape[a] for a in axes)
@@ -106,18 +125,16 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, fewest_rows: int
         for name, a in arrays._replace(kernel=None, bias=None).present().items()
     }
     columns = [name for name in operands if TABLE[name].shape is Shape.COLUMN]
-    own = sorted({i for name in columns for i, n in enumerate(operands[name].shape) if i != h and n != 1})
-    examples = next((i for i in range(h) if i not in own), h)
-    heads = norm.axis == -1 and own[examples:] == [h - 1]
-    rows = math.prod(n for i, n in enumerate(operands["x"].shape) if i != h and i not in own)
-    are_few = isinstance(rows, int) and rows < fewest_rows
-    if len(own) != examples + heads or (are_few and len({operands[name].shape for name in columns}) > 1):
+    sizes = operands["x"].shape
+    groups = groups_of(sizes, h, [operands[name].shape for name in columns], fewest_rows)
+    if groups is None:
         return None
-    norm = dataclasses.replace(norm, examples=examples, heads=heads)
+    norm = dataclasses.replace(norm, examples=groups[0], heads=groups[1])
+    of_groups = norm.axes_of_groups(ndim, 0)
     with own_modes():
         for name, a in operands.items():
             if TABLE[name].shape in (Shape.COLUMN, Shape.ONE):
-                operands[name] = written_out(a, operands["x"], own)
+                operands[name] = written_out(a, operands["x"], of_groups)
             elif TABLE[name].shape is Shape.NUMBER:
                 operands[name] = written_out(a, operands["x"], [i for i in range(ndim) if i != h])
     return Arrays(**operands, kernel=arrays.kernel, bias=arrays.bias), norm

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln import reference
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
 from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, only_rows_differ, varying_together
@@ -27,8 +26,9 @@ from jln._junction.eight_bits import LARGEST_EXPONENT, largest
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
 from jln._junction.linears.tiles import keeps_product
-from jln._junction.operations import along_rows, backward, backward_in_one, forward, forward_in_one, norms_by
+from jln._junction.operations import along_rows, backward, backward_in_one, forward, forward_in_one, norms_by, rows_of
 from jln._junction.vmaps import sum_examples_as_rows
+from jln.reference import _junction, _Norm
 
 
 def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
@@ -265,7 +265,7 @@ def _transposed(
     cotangents: Arrays, tangents: Arrays, saved: Arrays, junction: Junction, batch_dims: int, implementation: Any
 ) -> Arrays:
     """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
-    del implementation  # the junction's own
+    junction = dataclasses.replace(junction, implementation=implementation)
     of_parameters = (Shape.COLUMN, Shape.KERNEL, Shape.BIAS)
     named = (*saved.present().items(), *tangents.only(("row_gate", "z", "x_z")).present().items())
     rows = [a for name, a in named if TABLE[name].shape not in of_parameters]
@@ -290,7 +290,7 @@ def _tangent_formula(operands: tuple[Arrays, Arrays], junction: Junction, dtypes
 
 
 _tangent: LinearOperation[tuple[Arrays, Arrays], Arrays] = LinearOperation(
-    "jln_norm_tangent", _tangent_formula, transpose=_transposed
+    "jln_norm_tangent", _tangent_formula, transpose=_transposed, rows=lambda operands: rows_of(operands[1])
 )
 
 
@@ -315,14 +315,14 @@ def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
 def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | None = None) -> Arrays:
     """The results by plain jnp, which JAX differentiates, where no operation takes the operands.
 
-    axes: the normalised ones, by default that of the norm.
+    operands: a user's, with the normalised axes, or laid out for the norm's.
     """
     norm, (centres, zero_centered_scale) = junction.norm, junction.norm.switches
-    of_norm = reference.Norm(centres, norm.axis if axes is None else axes, norm.epsilon, zero_centered_scale)
+    of_norm = _Norm(centres, norm.axis if axes is None else axes, norm.epsilon, zero_centered_scale)
 
     def of_operands(a: Arrays) -> Arrays:
         z = a.x_z if a.z is None else a.z
-        made = reference.junction(
+        made = _junction(
             a.x, of_norm, a.scale, a.offset, adds=junction.gives_total, residual=a.residual, x_bias=a.x_bias,
             both_sides=norm.both_sides, x_scale=a.x_scale, gate=a.row_gate if a.gate is None else a.gate, z=z,
             norm_before_gate=a.x_z is None, added=a.added, dtype=junction.y_dtype,

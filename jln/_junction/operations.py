@@ -38,7 +38,10 @@ def _of_features(function: Any) -> Any:
     )
 
 
-_ROWS = [name for name, array in TABLE.items() if array.shape is Shape.ROW]
+def rows_of(operands: Arrays) -> Arrays:
+    """The operands of x's size."""
+    return operands.only(name for name, array in TABLE.items() if array.shape is Shape.ROW)
+
 
 forward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_forward",
@@ -49,7 +52,7 @@ forward: Operation[Arrays, Arrays] = Operation(
     layout=shapes.layout,
     shapes=shapes.result_shapes,
     reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
-    rows=_ROWS,
+    rows=rows_of,
 )
 backward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_backward",
@@ -60,7 +63,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     layout=shapes.layout,
     shapes=shapes.result_shapes,
     reads=arrays.reads_of_gradients,
-    rows=_ROWS,
+    rows=rows_of,
     before_spread=gradients.with_one_dy,
 )
 forward_in_one: Operation[Arrays, Arrays] = Operation(
@@ -72,7 +75,7 @@ forward_in_one: Operation[Arrays, Arrays] = Operation(
     layout=_of_features(shapes.layout),
     shapes=_of_features(shapes.result_shapes),
     reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
-    rows=_ROWS,
+    rows=rows_of,
 )
 backward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_backward",
@@ -83,7 +86,7 @@ backward_in_one: Operation[Arrays, Arrays] = Operation(
     layout=_of_features(shapes.layout),
     shapes=_of_features(shapes.result_shapes),
     reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
-    rows=_ROWS,
+    rows=rows_of,
 )
 column_sums: Operation[Arrays, Arrays] = Operation(
     "jln_column_sums",
@@ -100,7 +103,7 @@ along_rows: Operation[Arrays, Arrays] = Operation(
     formula_cpu=of_rows.formula_cpu,
     kernels=kernels(lambda: _launches_along_rows().along_rows),
     layout=of_rows.layout,
-    rows=_ROWS,
+    rows=rows_of,
 )
 
 

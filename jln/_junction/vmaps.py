@@ -37,7 +37,7 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
         last = norm.examples
         norm, written = dataclasses.replace(norm, examples=norm.examples + 1), numbers | columns | ones
     if place > last:
-        behind_rows(junction.implementation)
+        behind_rows(junction.implementation)  # may raise
         return None
 
     def placed(name: str) -> Any:

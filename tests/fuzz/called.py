@@ -13,6 +13,7 @@ import numpy as np
 import jln
 from case import LARGEST, SCALE, Case, made
 from jln._core.one_by_one import WRONG
+from taken import OF_VMAP, refused
 
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
 POLICIES = {
@@ -42,14 +43,6 @@ def results(case: Case, module=jln) -> dict[str, np.ndarray]:
         jax.config.update("jax_enable_x64", before)
 
 
-PARAMETERS = ("scale", "offset", "x_scale", "x_offset", "gate")
-OF_AXES, OF_PARAMETERS, OF_VMAP = (
-    "takes rows whose elements lie side by side",
-    "takes parameters that vary along x's first axes",
-    "takes the examples of a vmap in front of the rows",
-)
-
-
 def answered(case: Case) -> tuple[Case, dict[str, np.ndarray]]:
     """Return a case and its results; of one that kernels or eight bits have to refuse, of the same without these.
 
@@ -67,25 +60,6 @@ def answered(case: Case) -> tuple[Case, dict[str, np.ndarray]]:
         return case, results(case)
     assert not words, f"nobody said that it {words}"
     return case, got
-
-
-def refused(case: Case) -> str:
-    """The words in which kernels, or eight bits, refuse a case for its axes and parameters; "" where they take it."""
-    if case.implementation != "triton" and case.quantize is None:
-        return ""
-    ndim, normalised = len(case.shape), sorted(case.axes)
-    h, end, shapes = normalised[0], normalised[-1] + 1, []
-    for name in case.operands.keys() & {*PARAMETERS}:
-        shape = case.example_shape(name)
-        if case.kind(name) == "x" and not (name == "gate" and all(shape[a] == 1 for a in normalised)):
-            shapes.append(shape)
-    own = {i for shape in shapes for i, n in enumerate(shape) if n > 1 and i not in normalised}
-    first = {*range(next((i for i in range(h) if i not in own), h))}
-    is_taken = own == first or (end == ndim and own == first | {h - 1})
-    if end != ndim or end - h != len(normalised):
-        leaves = case.implementation != "triton" and end - h == len(normalised) and is_taken  # to XLA
-        return "" if leaves else OF_AXES
-    return "" if is_taken else OF_PARAMETERS
 
 
 def program(case: Case, module=jln):

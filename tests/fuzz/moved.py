@@ -26,11 +26,11 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import jln
-from called import PARAMETERS, program, refused
+from called import program
 from case import Case, result_dtype
 from drawn import Draw
-from jln._junction.arguments import FEWEST_ROWS
 from program import compile_for
+from taken import may_be_plain_jnp, refused, varying
 
 
 class Real(Draw):
@@ -62,27 +62,17 @@ def known(case: Case) -> str:
 
     b: an array that is broadcast from less.
     p: parameters of which each varies along axes of its own, and is written out along the others'.
-    x: what kernels refuse; groups of few rows; examples of vmap that share an array of rows, are behind rows in one, or
-      differ in a Linear.
+    x: what kernels refuse, or is plain jnp; examples of vmap that share an array of rows, or are behind rows in one.
     """
     arrays = case.operands | case.cotangents
-    varying = {}
-    for name in arrays.keys() & {*PARAMETERS, "x_bias"}:
-        shape = case.example_shape(name)
-        of_rows = [i for i, n in enumerate(shape) if n > 1 and i not in case.axes] if case.kind(name) == "x" else []
-        varying[name] = (*of_rows, *(axis is None for axis in arrays[name].axes))
-    apart = len({*varying.values()}) > 1
-    of_groups = {i for axes in varying.values() for i in axes[: len(axes) - len(case.levels)]}
-    rows = math.prod(n for i, n in enumerate(case.shape) if i not in {*case.axes, *of_groups})
+    parameters = {(*axes, *(place is None for place in arrays[n].axes)) for n, axes in varying(case).items()}
     of_rows = [a.axes for n, a in arrays.items() if n in ("x", "residual", "z", *case.cotangents)]
     places = {place for axes in of_rows for place in axes} | {level.out for level in case.levels}
-    linears = [a.axes[case.outer :] for n, a in arrays.items() if n.startswith(("kernel", "bias"))]
-    differ = any(place is not None for axes in linears for place in axes)
     by_name = dataclasses.replace(case, implementation="triton", quantize=None)
     holds = {
         "b": any(a.small != a.shape for a in arrays.values()),
-        "p": apart,
-        "x": bool(refused(by_name)) or (apart and rows < FEWEST_ROWS) or differ or not places <= {0},
+        "p": len(parameters) > 1,
+        "x": bool(refused(by_name)) or may_be_plain_jnp(case) or not places <= {0},
     }
     return "".join(letter for letter, does in holds.items() if does)
 

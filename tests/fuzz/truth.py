@@ -1,7 +1,7 @@
 """The operators once more: what a drawn case gives in exact arithmetic, and how far a program may be from it.
 
 Every array has an axis for each of the case's levels, one for each axis of rows and the normalised one, with 1 where it
-is shared. They are NumPy's, and nothing here knows `jln.reference` or the rules.
+is shared. They are NumPy's, and nothing here knows `jln.reference` or the rules, but for which of them a case is by.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from case import LARGEST, Case
 from quantised import OF_COTANGENT, OF_KERNEL, in_eight_bits, largest, quantised
+from taken import may_be_plain_jnp
 from tracked import Tracked, total, unit
 
 
@@ -103,12 +104,15 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
             d = d - g.mean()
         d = d * rstd
     of_total = cotangents.get("total")
+    is_plain = form.adds and may_be_plain_jnp(case)
+    if d is not None and is_plain:
+        d = d.stored(total_dtype)
     if of_total is not None and _share_rows(case):  # JAX adds up the examples', one after the other
         of_total = of_total.stored(total_dtype, 0.5 * math.prod(lead))
     d = total((d, of_total))
     if d is None:
         return results, gradients
-    if form.both_sides:
+    if form.both_sides or is_plain:
         d = d.stored(total_dtype)
     if form.adds:
         keep("residual", d)
@@ -204,10 +208,9 @@ def _products(case, given, z, size, x_hat, dy, results, keep):
         # The sums over rows and over features, in either order.
         back = d @ k.swapped()
         back = back.off_by((m + n) * eps * (d.magnitude @ k.magnitude.swapaxes(-1, -2)))
-        if dtype == jnp.bfloat16:
-            back = back.stored(dtype)
-        back = back.reshape(*back.shape[:-2], *rows, h)
-        dz = back if dz is None else (dz + back).stored(dtype if dtype == jnp.bfloat16 else "float64")
+        kept = dtype if dtype == jnp.bfloat16 or may_be_plain_jnp(case) else "float64"
+        back = back.stored(kept).reshape(*back.shape[:-2], *rows, h)
+        dz = back if dz is None else (dz + back).stored(kept)
     return z, dz
 
 

@@ -219,13 +219,6 @@ RULES = [
         ),
     ),
     Mutant(
-        "operands vary apart under a vmap that splits its examples",
-        "jln/_core/reverse_mode.py",
-        "        leaves = varying_together(leaves)\n",
-        "",
-        (f"{SPLIT_EXAMPLES}[layer_norm-own0-reverse]",),
-    ),
-    Mutant(
         "operands of an operation vary apart under a vmap that splits its examples",
         OPERATION,
         "zip(varying_together(operands), dims, strict=True)",

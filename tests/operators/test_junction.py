@@ -183,11 +183,12 @@ def test_transformed(name, gate, varies, transformation, forward_mode, implement
     [
         *(((8,), 1, "xla"), ((3, 8, 1), 1, "xla"), ((1, 8, 4), 1, "plain jnp"), ((4, 8), (2, 1), "kernels")),
         *(((3, 1, 4), -1, "kernels"), ((1, 8, 4), -1, "kernels"), ((3, 4), (0, 2), "plain jnp")),
+        ((1, 3, 1, 4), -1, "kernels"),  # behind an axis of one
     ],
 )
 def test_what_computes(scale, axis, by):
     """XLA has the rules where the axis is another than the last, and plain jnp where no operation takes it."""
-    x, scale = jnp.ones((3, 8, 4)), jnp.ones(scale)
+    x, scale = jnp.ones((3, 8, 4) if len(scale) < 4 else (1, 3, 8, 4)), jnp.ones(scale)
     jaxpr = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jln.rms_norm(x, scale, axis=axis))))(x)
     found = {*re.findall(r"implementation=(\w+)", str(jaxpr))}
     assert found == {"kernels": {"None"}, "xla": {"xla"}, "plain jnp": set()}[by]

@@ -57,17 +57,13 @@ def test_forward_and_backward_lower_with_parameters_of_every_dtype(name, dtype, 
     assert text.count("custom_call @triton_kernel_call") >= 2
 
 
-# Numbers of rows on either side of what an int32 and a uint32 hold, and rows side by side in as large a number.
-@pytest.mark.parametrize(
-    ("shape", "axis"),
-    [*(((rows, 16), -1) for rows in (2**31 - 1, 2**31, 2**32 - 1, 2**32)), ((4, 2**31), 0), ((2**20, 8, 2**12), 1)],
-)
-def test_many_rows_lower(shape, axis):
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**31, 2**32 - 1, 2**32])  # on either side of an int32 and a uint32
+def test_many_rows_lower(rows):
     def step(x, scale, dy):
-        y, pullback = jax.vjp(lambda *a: jln.rms_norm(*a, axis=axis), x, scale)
+        y, pullback = jax.vjp(jln.rms_norm, x, scale)
         return y, pullback(dy)
 
-    x, scale = struct(*shape), struct(shape[axis])
+    x, scale = struct(rows, 16), struct(16)
     with target.using(H200):
         text = jax.jit(step).trace(x, scale, x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @triton_kernel_call") >= 2

@@ -55,7 +55,7 @@ def forward(
     tile = None
     wanted, keeps = dtypes, bool(jax.tree.leaves(dtypes.product))
     if keeps:  # by the kernel that makes y, too
-        dtypes = dtypes._replace(y=tuple(jnp.promote_types(operands.x.dtype, k.dtype).name for k in operands.kernel))
+        dtypes = dtypes._replace(y=formulas.product_dtypes(operands))
     if not (batch_dims or gathered) and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
         g = geometry_of(_of_norm(operands), junction.norm, 0)
