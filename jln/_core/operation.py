@@ -176,7 +176,9 @@ class Operation(Generic[Operands, Results]):
 
     def _batch(self, operands, dims, *, tree, request, implementation, **params):
         """The operation with one axis more of vmap in front; by XLA where that is behind rows, as results are then."""
-        front = place = min(jax.tree.leaves(self._rows(tree.unflatten(dims))), default=0)
+        front = place = next(
+            iter(jax.tree.leaves(self._rows(tree.unflatten(dims)))), 0
+        )  # x's, in front of its cotangents
         if place > request.batch_dims:
             front, implementation = 0, behind_rows(implementation)
 

@@ -78,7 +78,7 @@ FEWEST_ROWS = 4
 def groups_of(
     x: Sequence[int], h: int, columns: Sequence[Sequence[int]], fewest_rows: int = FEWEST_ROWS
 ) -> tuple[int, bool] | None:
-    """How many of the first axes are those of examples, and whether heads are in front of H, the axis `h`.
+    """The number of first axes that are those of examples, and whether heads are in front of H, the axis `h`.
 
     None where parameters of these sizes, all of x's rank, vary along other axes, or where groups that share some have
     fewer than the fewest rows for each of these.

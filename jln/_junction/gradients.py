@@ -273,7 +273,7 @@ def of_branch_alone(
 
 
 def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:
-    """A function that sums over the rows, but not over the examples."""
+    """A function that sums over the rows of each group."""
     others = {*norm.axes_of_groups(ndim, batch_dims), ndim + norm.axis}
     rows = [i for i in range(ndim) if i not in others]
     return functools.partial(jnp.sum, axis=rows, keepdims=True)

@@ -26,8 +26,8 @@ def layout(
 
     def dims(name: str) -> Any:
         kind = TABLE[name].shape
-        of_examples = norm.axes_of_groups(ndim, batch_dims)
-        of_x = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
+        of_groups = norm.axes_of_groups(ndim, batch_dims)
+        of_x = [Dim(Kind.BATCH if i in of_groups else Kind.ROW, i) for i in range(ndim)]
         if features is not None and (kind in _OF_LINEAR or name in ("y", "dy")):
             return _dims_of_linears(kind, tuple(of_x[:-1]), features, batch_dims)
         of_x[norm.axis] = Dim(Kind.HIDDEN, kind is Shape.BLOCK, stored_as="parameter" if kind is Shape.COLUMN else "")

@@ -21,7 +21,7 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
     axes: the place of vmap's axis in each operand, None in one that is shared.
     """
     moved = {name for name, place in axes.present().items() if jax.tree.leaves(place)}
-    names = operands.present().keys() - {"kernel", "bias"}
+    names = [name for name in operands.present() if name not in ("kernel", "bias")]
     rows, numbers, columns, ones = (
         {name for name in names if TABLE[name].shape is shape}
         for shape in (Shape.ROW, Shape.NUMBER, Shape.COLUMN, Shape.ONE)

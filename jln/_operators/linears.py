@@ -45,7 +45,8 @@ def layer_norm_linear(
 
     The norm's result `z` is not kept for the backward pass, which makes it again: between the two are held `x`, the
     parameters and two numbers a row. JAX keeps more where plain jnp runs, as `layer_norm` says, and in gradients of
-    a `jax.vmap` whose examples share `x` or differ in a Linear. Ba, Kiros, Hinton, "Layer Normalization" (2016).
+    a `jax.vmap` whose examples share `x`, lie behind rows or differ in a Linear. Ba, Kiros, Hinton, "Layer
+    Normalization" (2016).
 
     `z` is rounded once, to the dtype of `y`, in which it is multiplied. The products add up in float32, and the bias is
     added before the one rounding of `y`; for float64 all is in float64. One case has two roundings: where XLA
@@ -69,7 +70,7 @@ def layer_norm_linear(
       offset: as `scale`.
       kernel: `[H, *features]`, one axis of features or more; any supported dtype. Or a tuple of such arrays, whose
         features and dtypes may differ. Kernels of several heads are an axis of features, `[H, heads, D]`; a `jax.vmap`
-        over them has the gradients of plain jnp, or with `forward_mode=True` one of `x` for each head, as large as `x`.
+        over them has the gradients of plain jnp; with `forward_mode=True`, "triton" or eight bits one of `x` for each.
       bias: `features`; any supported dtype. None: no bias. For a tuple of kernels a tuple, with an array or None for
         each, or None.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.

@@ -1,4 +1,4 @@
-"""What kernels and eight bits take of a drawn case, and what is plain jnp."""
+"""Questions about a drawn case: what kernels and eight bits take, and what is plain jnp."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def varying(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def may_be_plain_jnp(case: Case) -> bool:
-    """Whether JAX may differentiate the operator itself, and round what is between its steps as it is written.
+    """Return whether JAX may differentiate the operator itself, and round what is between its steps as it is written.
 
     Of parameters that no operation takes; of groups of few rows; of examples of a vmap inside of the derivative that
     share an array of rows, are behind rows in one, or differ in a Linear.

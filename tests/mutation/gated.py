@@ -205,7 +205,7 @@ GATED_NORMS = [
     Mutant(
         "parameters of heads left to plain jnp",
         NORM_ARGUMENTS,
-        "heads = norm.axis == -1 and own[examples:] == [h - 1]",
+        "heads = others == {h - 1} and h == len(x) - 1",
         "heads = False",
         HEADS,
     ),

@@ -19,7 +19,8 @@ def nested(vmaps: str) -> tuple[str, ...]:
 UNDER_VMAP = [
     # One call
     Mutant(
-        "vmaps in the other order", CALL, "vmaps=(*vmaps, tuple(dims))", "vmaps=(tuple(dims), *vmaps)", nested("adaLN")
+        "a shared operand that varies not as others do", CALL, "leaves = varying_together(leaves)", "pass",
+        ("tests/devices/test_shard_map.py::test_under_a_vmap_that_splits_its_examples",),
     ),
     Mutant(
         "dead code that takes a live result with it", CALL, "was_used and next(asked)", "next(asked, False)",
@@ -92,14 +93,14 @@ UNDER_VMAP = [
     ),
     Mutant(
         "parameters along axes in the middle taken for shared ones", NORM_ARGUMENTS,
-        "len(own) != examples + heads or", "", (f"{TESTS}test_examples_beside_groups[(1, 4, 1, 8)-0-inside]",),
+        "(others and not heads) or", "", (f"{TESTS}test_examples_beside_groups[(1, 4, 1, 8)-0-inside]",),
     ),
     Mutant(
         "four rows a group taken for few", NORM_ARGUMENTS, "rows < fewest_rows", "rows <= fewest_rows",
         (f"{JUNCTION}test_groups_of_few_rows_that_share_a_parameter[4]",),
     ),
     Mutant(
-        "three rows a group taken for many", NORM_ARGUMENTS, "(are_few and len(", "(False and len(",
+        "three rows a group taken for many", NORM_ARGUMENTS, "isinstance(rows, int) and rows", "False and rows",
         (f"{JUNCTION}test_groups_of_few_rows_that_share_a_parameter[3]",),
     ),
     Mutant(

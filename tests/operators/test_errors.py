@@ -265,18 +265,22 @@ def test_what_only_xla_takes(case):
         call(quantize=jln.Float8(1.0))
 
 
-@pytest.mark.parametrize("axis", [1, 2])
-def test_examples_behind_rows(axis):
-    """Kernels that are asked for by name take the examples of a vmap in front of the rows alone; XLA takes all."""
-    x = jnp.ones((4, 8, 3) if axis == 2 else (4, 3, 8))
+@pytest.mark.parametrize(("axis", "transform"), [(1, "vmap(grad)"), (2, "vmap(grad)"), (2, "grad(vmap)")])
+def test_examples_behind_rows(axis, transform):
+    """Kernels by name take no examples of a vmap behind H, and none of a vmap(grad) behind rows; XLA does."""
 
-    def losses(x, **options):
-        return jax.vmap(lambda x: jnp.sum(jln.rms_norm(x, **options)), axis)(x)
+    def gradient(x, **options):
+        def loss(x):
+            return jnp.sum(jln.rms_norm(x, **options))
 
-    for call in (losses, jax.grad(lambda x, **o: jnp.sum(losses(x, **o)))):
-        with pytest.raises(ValueError, match=r"^implementation='triton' takes the examples of a vmap in front of"):
-            jax.eval_shape(lambda x, call=call: call(x, implementation="triton"), x)
-        jax.eval_shape(call, x)
+        if transform == "vmap(grad)":
+            return jax.vmap(jax.grad(loss), axis)(x)
+        return jax.grad(lambda x: jnp.sum(jax.vmap(loss, axis)(x)))(x)
+
+    x = jnp.ones((4, 3, 8) if axis == 1 else (4, 8, 3))
+    with pytest.raises(ValueError, match=r"^implementation='triton' takes the examples of a vmap in front of the rows"):
+        jax.eval_shape(lambda x: gradient(x, implementation="triton"), x)
+    jax.eval_shape(gradient, x)
 
 
 def test_no_sum_has_no_x_bias_and_no_gate():

@@ -37,7 +37,10 @@ FORMS = {
     "add_rms_norm, delayed": (delayed("add_rms_norm"), (X, X, SCALE, NUMBER)),
     "both sides in blocks": (with_kind("rms_norm_add_rms_norm", jln.MXFloat8()), (X, X, SCALE, SCALE)),
     "gated in blocks": (with_kind("rms_norm_gated", jln.MXFloat8()), (X, X, SCALE)),
-    "vmap, in blocks": (jax.vmap(with_kind("rms_norm", jln.MXFloat8()), (0, None)), (struct(64, 128, H), SCALE)),
+    "vmap in the middle, in blocks": (
+        jax.vmap(with_kind("rms_norm", jln.MXFloat8()), (1, None), 1),
+        (struct(64, 128, H), SCALE),
+    ),
 }
 
 

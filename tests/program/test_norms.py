@@ -222,7 +222,7 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize(("name", "axis", "shapes", "most"), ELSEWHERE)
 def test_what_kernels_do_not_take_moves_no_more_than_plain_jnp(name, axis, shapes, most):
-    """Where rows are not H last, or parameters vary along other axes, XLA moves and holds no more than plain jnp."""
+    """No more than by plain jnp is moved and held where rows are not H last, or parameters vary along other axes."""
     operands = [struct(*shape) for shape in shapes]
 
     def report(module):

@@ -108,7 +108,7 @@ def test_without_a_gpu_none_is_asked_for(folder, monkeypatch):
 @pytest.mark.parametrize("chip", ["a100", "l4", "h200", "b200", "sm_120"])
 def test_kernels_are_assembled(chip, monkeypatch):
     monkeypatch.setitem(CHIPS, "sm_120", Chip("sm_120", 120, 188))
-    made = launches(1024, 1, DTYPES["bfloat16"], chip, SWITCHES["everything"])
+    made = launches(1024, DTYPES["bfloat16"], chip, SWITCHES["everything"])
     for dtype in ("bfloat16", "float32"):
         made += linear_launches(4096, 512, 64, LINEAR_DTYPES[dtype], chip, SWITCHES["add_rms_norm"])
     assembler = ptxas.found()

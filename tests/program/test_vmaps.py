@@ -159,14 +159,6 @@ def test_groups_that_share_a_linear_take_its_one_kernel_forward():
     assert len(triton_kernels(report)) == 1 and report.bytes_total <= 1.06 * 2 * x.size
 
 
-def test_kernels_of_the_same_rows_forward():
-    """A vmap over kernels that nobody differentiates has one norm, and transposes no kernel."""
-    x, scale, kernels = struct(8192, 2048), struct(2048), struct(32, 2048, 64)
-    forward = program.compile_for(jax.vmap(jln.rms_norm_linear, (None, None, 0)), x, scale, kernels)
-    arrays = 3 * 8192 * 2048 * 2 + 32 * 2048 * 64 * 2  # x, the norm's result written and read, y is as large
-    assert forward.bytes_total <= 1.01 * (arrays + 8192 * 2048 * 2)
-
-
 # The places of the examples in x, scale, kernel and bias, the shapes, and the most that moves beside plain jnp under a
 # vmap around a derivative.
 DIFFERENT = {

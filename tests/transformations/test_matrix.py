@@ -101,9 +101,8 @@ def forward_mode_differentiations(f, x):
     yield lambda: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x)
     yield lambda: jax.jacfwd(f)(x)
     yield lambda: jax.linearize(f, x)[1](x)
-    xs = jnp.stack([x, -x])
-    yield lambda: jax.jvp(jax.vmap(f), (xs,), (xs,))
     yield lambda: jax.jvp(jax.checkpoint(f), (x,), (x,))
+    xs = jnp.stack([x, -x])
     yield lambda: jax.jvp(lambda xs: jax.lax.map(f, xs), (xs,), (xs,))
 
 
