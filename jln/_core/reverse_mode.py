@@ -21,9 +21,9 @@ from jln._core.operation import varying_together, watched_by_checkify
 # From settings, operands, and the place of vmap's axis in each operand, None in one that is shared, to the settings and
 # the operands of one call, and to the place of the axis in each of its results. None where no one call is the same.
 Widen = Callable[[Any, Any, Any], tuple[Any, Any, Any] | None]
-# From settings to the function of (settings, operands) that JAX differentiates itself where no one call is the same: it
-# adds up where it multiplies. None where each example is to have its own derivative.
-Plain = Callable[[Any], Callable[..., Any] | None]
+# From settings and these places to the function of (settings, operands) that JAX differentiates itself where no one
+# call is the same: it adds up where it multiplies. None where each example is to have its own derivative.
+Plain = Callable[[Any, Any], Callable[..., Any] | None]
 
 
 def in_reverse_mode(
@@ -53,7 +53,7 @@ def in_reverse_mode(
         leaves = varying_together(leaves)
         wider = widen(settings, tree.unflatten(leaves), tree.unflatten(dims))
         if wider is None:
-            each = functools.partial(plain(settings) or derivative, settings)
+            each = functools.partial(plain(settings, tree.unflatten(dims)) or derivative, settings)
             results = jax.tree.leaves(jax.vmap(lambda *a: each(tree.unflatten(a)), tuple(dims))(*leaves))
             return _only(results, used), [0] * sum(used)
         settings, operands, places = wider

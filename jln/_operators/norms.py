@@ -58,7 +58,7 @@ def layer_norm(
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU, jax-triton is installed, and kernels take `axis` and the parameters; else XLA.
         Where the axes are not adjacent, or parameters vary otherwise than said of `scale` and `offset`, that is plain
-        jnp, which JAX differentiates; so it is under a `jax.vmap` whose examples share an array of `x`'s size, lie
+        jnp, which JAX differentiates; so it is under a `jax.vmap` whose examples share some arrays of its size, lie
         behind rows, or have parameters of their own that are neither in front nor heads. "triton" runs or raises.
       forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), the same kernels serving
         reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode, and forward mode over it

@@ -67,11 +67,11 @@ UNDER_VMAP = [
     ),
     # Plain jnp
     Mutant(
-        "gradients made for each example where plain jnp adds them up", CALL, "plain(settings) or derivative",
-        "derivative", norms("parameters of the same rows"),
+        "gradients made for each example where plain jnp adds them up", CALL, "plain(settings, tree.unflatten(dims)) or derivative",
+        "derivative", norms("parameters of examples in the middle"),
     ),
     Mutant(
-        "eight bits by plain jnp", JUNCTION_RULES, "None if junction.eight_bits or junction", "None if junction",
+        "eight bits by plain jnp", JUNCTION_RULES, "shares_rows or junction.eight_bits or", "shares_rows or",
         (SHARED_LINEAR,),
     ),
     Mutant(
