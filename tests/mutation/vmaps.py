@@ -67,7 +67,7 @@ UNDER_VMAP = [
     ),
     # Plain jnp
     Mutant(
-        "gradients made for each example where plain jnp adds them up", CALL, "plain(settings, tree.unflatten(dims)) or derivative",
+        "gradients made for each example, not once", CALL, "plain(settings, tree.unflatten(dims)) or derivative",
         "derivative", norms("parameters of examples in the middle"),
     ),
     Mutant(
