@@ -80,11 +80,9 @@ def test_gradient_under_jit(name, gate, varies, split, parameters_in_parts):
         count, size = communication(step.lower(put).compile())
         assert count.keys() <= {"all-reduce"}, count
         if split == "examples" and not OPERATORS[name].is_linear:
-            # Added up are gradients of what all examples share, and of nothing else; where parameters vary over an axis
-            # in the middle, there is a share for each of its places.
-            places = ROWS[1] if "middle" in gate else 1
+            # Added up are gradients of what all examples share, and of nothing else.
             shared = [a for a in put.values() if a.ndim == 1 or a.shape[0] == 1]
-            assert size["all-reduce"] == sum(a.nbytes * (places if a.ndim == 1 else 1) for a in shared)
+            assert size["all-reduce"] == sum(a.nbytes for a in shared)
 
 
 @pytest.mark.parametrize("split", SPLITS)
