@@ -328,7 +328,7 @@ def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | N
             norm_before_gate=a.x_z is None, added=a.added, dtype=junction.y_dtype,
             linears=None if a.kernel is None else (a.kernel, a.bias, junction.precision),
         )  # fmt: skip
-        y, total = made if junction.gives_total else (made, None)
+        y, total = made if junction.gives_total or a.residual is not None else (made, None)
         return Arrays(y=y, total=total)
 
     with own_modes():

@@ -47,7 +47,8 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
         return written_out(jnp.expand_dims(a, place), operands.x, [place] if name in written else [])
 
     operands = operands._replace(**{name: placed(name) for name in names})
-    of_rows = Arrays(y=(place,) * len(junction.features) or place, total=place if junction.gives_total else None)
+    has_total = junction.gives_total or operands.residual is not None
+    of_rows = Arrays(y=(place,) * len(junction.features) or place, total=place if has_total else None)
     if junction.quantises:
         more = ["block_scale", "carrier", *("y2", "y3")[: len(junction.more)]]
         more += ["rstd"] if junction.gives_statistics else []

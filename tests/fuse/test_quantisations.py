@@ -85,12 +85,6 @@ WAYS = {
         X,
         S,
     ),
-    "another axis": (
-        lambda x, s, n: read(clipped(x * lax.rsqrt(jnp.mean(x * x, 1, keepdims=True) + 1e-6) * s[:16, None] / n)),
-        X,
-        S,
-        NUMBER,
-    ),
 }
 
 

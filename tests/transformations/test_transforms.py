@@ -11,6 +11,8 @@ import pytest
 import jln
 import workbench
 from catalogue import OPERATORS as CATALOGUE
+from jln._junction.arrays import Arrays
+from jln._operators.call import call
 from jln._triton import target
 from matrix import loss_by_name
 from workbench import OPERATORS
@@ -257,3 +259,20 @@ def test_a_transpose_by_the_kernel():
     x = x.astype("float32")
     with pytest.raises(NotImplementedError, match="'name'"):
         transpose(jln, kernel.astype("float32"), forward_mode=True)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_sum_that_nobody_asked_for(place):
+    """The total lies as y does, where the call of modules has not named it as a result."""
+    x, scale = workbench.normal(0, (3, 4, 8), "float64"), workbench.normal(1, (8,), "float64")
+
+    def by_modules(x):
+        arrays = Arrays(x, jnp.cos(x), x_scale=scale, scale=scale)
+        results = call(arrays, subtract_mean=False, epsilon=1e-6, both_sides=True)
+        return results.y, results.total
+
+    def f(x):
+        return jln.reference.rms_norm_add_rms_norm(x, jnp.cos(x), scale, scale)
+
+    got, true = (jax.jacrev(jax.vmap(g, place, place))(x) for g in (by_modules, f))
+    chex.assert_trees_all_close(got, true, **CLOSE)
