@@ -60,7 +60,7 @@ def backward(
     sum_fence = no_fence if sums_of_g else lax.optimization_barrier  # as of the forward rules
     written = sum_fence if fence is no_fence else no_fence
     # Over another axis than the last XLA on a GPU would write x_hat for (8), in float32.
-    sums_of_g = sums_of_g or norm.axis != -1
+    sums_of_g = sums_of_g or (norm.axis != -1 and fence is no_fence)
     if norm.remat:
         again = functools.partial(forward, fence=fence, sum_fence=sum_fence, h_axes=h_axes)
         operands, norm = made_again(operands, norm, dtypes, batch_dims, again)
