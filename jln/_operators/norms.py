@@ -44,7 +44,7 @@ def layer_norm(
         each example. Kernels take parameters that vary along `x`'s first axes, along the one in front of the last,
         normalised one (heads), or both. None: no scale.
       offset: as `scale`. Where the two vary along different axes, kernels take both written out along all of these,
-        with 4 rows or more in each group that shares them.
+        with 4 rows or more in each group for each parameter that is.
       axis: the axis or axes to normalise over. Kernels take the last ones, in any order; others that are adjacent are
         XLA's, by the same rules, without a transpose.
       epsilon: added to the variance; not negative, and no more than float32 holds, for float64 `x` float64.
