@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import warnings
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -176,9 +175,7 @@ class Operation(Generic[Operands, Results]):
 
     def _batch(self, operands, dims, *, tree, request, implementation, **params):
         """The operation with one axis more of vmap in front; by XLA where that is behind rows, as results are then."""
-        front = place = next(
-            iter(jax.tree.leaves(self._rows(tree.unflatten(dims)))), 0
-        )  # x's, in front of its cotangents
+        front = place = (jax.tree.leaves(self._rows(tree.unflatten(dims))) or [0])[0]  # x's decides, not a cotangent's
         if place > request.batch_dims:
             front, implementation = 0, behind_rows(implementation)
 
@@ -348,16 +345,6 @@ def varying_together(operands: Any) -> Any:
         return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a
 
     return jax.tree.map(cast, operands)
-
-
-def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:
-    """True where vmap's axes are axes of rows like any other.
-
-    On all of these axes every array of rows differs from example to example, and no parameter does. Each of `rows` and
-    `parameters` is an array, an aval or None.
-    """
-    batches = {a.shape[:batch_dims] for a in rows if a is not None}
-    return len(batches) == 1 and all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in parameters)
 
 
 def _add_host_callback(context: mlir.ModuleContext, function: Callable[..., Any]) -> int:

@@ -57,7 +57,7 @@ _IS_MADE_AGAIN = "in this jax.checkpoint XLA makes an RMSNorm better, inside of 
 # Kernels take rows whose elements lie side by side: a ConvNeXt norm, channels first, moves 514 MB by the operator, and
 # 457 as Flax writes it (`python benchmarks/report.py convnext-768`). With other parameters the operator is plain jnp.
 _IS_OVER_OTHER_AXES = "a norm over other axes than the last XLA makes better"
-_VARIES_ALONG_OTHER_AXES = "no kernel reads parameters along these axes"
+_VARIES_ALONG_OTHER_AXES = "no kernel reads parameters along these axes, or for so few rows each"
 
 
 def rewrite(graph: Graph, options: Options) -> list[Finding]:
@@ -72,6 +72,20 @@ def _missed(miss: Miss) -> Finding:
     return Finding(None, (), miss.why, miss.node, miss.node.inputs[0], is_chosen=False)
 
 
+def _without_kernels(norm: Norm, junction: Junction | None = None) -> str | None:
+    """The reason why no kernel takes the norm, or the sum in front of it; None where one does."""
+    if not norm.is_of_rows:
+        return _IS_OVER_OTHER_AXES
+    h = norm.x.ndim - len(norm.features)
+    parameters = [norm.scale, norm.offset]
+    if junction is not None:
+        parameters += [junction.x_bias, junction.gate if isinstance(junction.gate, Parameter) else None]
+        parameters += [junction.in_front and junction.in_front.scale]
+    sizes = [p.shape for p in parameters if p is not None and math.prod(p.shape[h:]) > 1]
+    is_taken = groups_of((*norm.x.shape[:h], 1), h, [(*of[:h], 1) for of in sizes]) is not None
+    return None if is_taken else _VARIES_ALONG_OTHER_AXES
+
+
 class _Rewriting:
     def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
         self.graph, self.options, self.constants = graph, options, constants
@@ -83,8 +97,13 @@ class _Rewriting:
         behind = {a.y for a in additions if a is not None}  # sums that are a part of the norm in front of them
         totals: set[Value] = set()
         for norm in norms:
-            junction = junction_of(graph, norm, by_result, constants) if norm.is_of_rows else None
-            if junction is None or junction.total in totals or self._reads_total(norm, junction):
+            junction = junction_of(graph, norm, by_result, constants)
+            if (
+                junction is None
+                or _without_kernels(norm, junction)
+                or junction.total in totals
+                or self._reads_total(norm, junction)
+            ):
                 continue
             if junction.in_front is not None or junction.total not in behind:
                 totals.add(junction.total)
@@ -109,12 +128,8 @@ class _Rewriting:
         """The reason why a norm is better left to XLA, which the whole program tells; else None."""
         options, junction = self.options, self.junctions.get(norm.y)
         is_in_front = junction is not None and junction.in_front is not None
-        if not norm.is_of_rows:
-            return _IS_OVER_OTHER_AXES
-        h = norm.x.ndim - len(norm.features)
-        parameters = [p for p in (norm.scale, norm.offset) if p is not None]
-        if groups_of((*norm.x.shape[:h], 1), h, [(*p.shape[:h], 1) for p in parameters]) is None:
-            return _VARIES_ALONG_OTHER_AXES
+        if why := _without_kernels(norm):
+            return why
         if norm.centres or norm.z is not None or is_in_front or norm.y in self.eight_bits:
             return None
         if options.is_checkpointed:

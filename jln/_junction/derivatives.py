@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
 from jln._core.modes import own_modes
-from jln._core.operation import LinearOperation, only_rows_differ, varying_together
+from jln._core.operation import LinearOperation, varying_together
 from jln._junction import along_rows as of_rows
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, SCALE_OF, TABLE, Arrays, Junction, Norm, Shape
@@ -27,7 +27,7 @@ from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
 from jln._junction.linears.tiles import keeps_product
 from jln._junction.operations import along_rows, backward, backward_in_one, forward, forward_in_one, norms_by, rows_of
-from jln._junction.vmaps import sum_examples_as_rows
+from jln._junction.vmaps import only_rows_differ, sum_examples_as_rows
 from jln.reference import _junction, _Norm
 
 

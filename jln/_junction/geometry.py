@@ -76,6 +76,7 @@ def geometry_of(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = 
 
     Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
     """
+    assert norm.axis == -1, "no kernel takes rows over another axis"
     in_front = batch_dims + norm.examples
     arrays = operands.present()
     batches = {name: a.shape[:in_front] for name, a in arrays.items()}

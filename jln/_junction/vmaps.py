@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,3 +58,13 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
         of_rows = of_rows._replace(**dict.fromkeys(more, place))
     junction = dataclasses.replace(junction, norm=norm, in_one=junction.in_one and not norm.heads)
     return junction, operands, of_rows
+
+
+def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:
+    """True where an operation's axes of vmap are axes of rows like any other.
+
+    On all of these axes every array of rows differs from example to example, and no parameter does. Each of `rows` and
+    `parameters` is an array, an aval or None.
+    """
+    batches = {a.shape[:batch_dims] for a in rows if a is not None}
+    return len(batches) == 1 and all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in parameters)

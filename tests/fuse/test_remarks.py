@@ -97,3 +97,29 @@ def test_a_function_with_operators_of_its_own_has_norms(function):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jln.fuse(function)(PARAMETERS, X)
+
+
+def rms(x, scale, axis=-1):
+    return x * lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-6) * scale
+
+
+LEFT = {
+    "another axis": (lambda x, s, p: rms(x, s[0, :, None], 2) @ s, ["other axes"]),
+    "a scale by position": (lambda x, s, p: rms(x, p) @ s, ["no kernel"]),
+    "a scale by position behind another norm": (lambda x, s, p: rms(x + rms(x, s[0]), p) @ s, ["jln.", "no kernel"]),
+    "a scale by position in front of another norm": (
+        lambda x, s, p: rms(x + rms(x, p), s[0]) @ s,
+        ["jln.", "no kernel"],
+    ),
+    "a gate by position": (lambda x, s, p: rms(jnp.cos(x) + p * x, s[0]) @ s, ["jln."]),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_no_kernel_takes_is_left_and_says_so(name):
+    """Each norm is listed, with the operator that runs in its place or the reason why none does."""
+    function, expected = LEFT[name]
+    args = normal(5, 8, 16, 16), normal(16, 16), normal(1, 8, 1, 16)
+    routes = sorted(str(route) for route in jln.explain(jln.fuse(function), *args))
+    assert len(routes) == len(expected)
+    assert all(words in route for words, route in zip(expected, routes, strict=True)), routes

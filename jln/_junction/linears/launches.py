@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jln._core.operation import only_rows_differ
 from jln._junction import launches as norms
 from jln._junction.arrays import COLUMNS, TABLE, Arrays, Junction, Shape, total_dtype
 from jln._junction.formulas import common_batch, effective_scale, with_batch
@@ -23,6 +22,7 @@ from jln._junction.gradients import made_again
 from jln._junction.kernels import with_linear
 from jln._junction.kernels import with_linear_backward as kernels
 from jln._junction.linears import formulas, tiles
+from jln._junction.vmaps import only_rows_differ
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div, next_power_of_2
