@@ -22,6 +22,7 @@ from targets import (
     SHARDED_DTYPES,
     SHARDING,
     TRANSFORMED,
+    VMAPS,
     WHOLE,
     XLA,
     XLA_GRADIENTS,
@@ -255,7 +256,7 @@ RULES = [
     ),
     Mutant(
         "vmap's axes taken for rows where a parameter has them",
-        OPERATION,
+        VMAPS,
         "return len(batches) == 1 and all(",
         "return len(batches) == 1 or all(",
         ("tests/transformations/test_matrix.py::test_forward_mode[layer_norm-so-triton-grad(vmap), over all]",),
