@@ -238,5 +238,6 @@ def test_what_kernels_do_not_take_moves_no_more_than_plain_jnp(name, axis, shape
         return program.compile_for(step, jax.eval_shape(f, *operands), *operands)
 
     ours, plain = report(jln), report(jln.reference)
+    print(f"\n{ours.bytes_total / MB:.0f} MB, plain jnp {plain.bytes_total / MB:.0f}")
     assert triton_kernels(ours) == []
     assert ours.bytes_total <= most * plain.bytes_total and ours.temp_bytes <= 1.001 * plain.temp_bytes

@@ -179,3 +179,22 @@ def test_examples_that_differ_in_a_linear(places, shapes, around):
     own, plain = (of_each(f, places, *operands) for f in norms)
     tell(own, plain)
     assert own.bytes_total <= around * plain.bytes_total
+
+
+def both_sides(module, **how):
+    return lambda *a: module.rms_norm_add_rms_norm(*a, **how)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("f", "columns"), [(gated_sum, 3), (both_sides, 2)], ids=["gate", "both sides"])
+def test_sums_by_xla_beside_plain_jnp(f, columns, dtype):
+    """The total's cotangent, of which several gradients are made, is in memory once, and no wider than total.
+
+    Plain jnp makes rstd with the sums of the backward pass in one read, which in a model are apart.
+    """
+    x, column = struct(8192, 4096, dtype=dtype), struct(4096, dtype=dtype)
+    operands = x, x, *[column] * columns
+    own, plain = (both_ways(g, *operands) for g in (f(jln, implementation="xla"), f(jln.reference)))
+    tell(own, plain)
+    once_more = x.size * x.dtype.itemsize
+    assert own.bytes_total <= plain.bytes_total + 1.02 * once_more and own.temp_bytes <= 1.02 * plain.temp_bytes
