@@ -82,7 +82,7 @@ def a_difference(x, r):
     return rms(total), total
 
 
-@case(X, R, B, normal(2, 1, H), finds="add_layer_norm")
+@case(normal(2, 16, H), normal(2, 16, H), B, normal(2, 1, H), finds="add_layer_norm")
 def a_gate_of_each_example(x, r, b, gate):
     total = r + gate * (x + b)
     return layer(total, b, b), total
@@ -150,7 +150,7 @@ def norms_of_two_kinds_on_both_sides(x, r, s, b, t):
     return layer(total, t, b), total
 
 
-@case(X, R, S, normal(2, 1, H), finds="rms_norm_add_rms_norm")
+@case(normal(2, 16, H), normal(2, 16, H), S, normal(2, 1, H), finds="rms_norm_add_rms_norm")
 def a_gated_norm_in_front(x, r, s, gate):
     total = r + gate * rms(x, s)
     return rms(total, s), total
