@@ -318,9 +318,9 @@ def behind_rows(implementation: str | None) -> str:
     """The implementation for examples that a vmap has put behind rows: XLA reads them where they are."""
     if implementation == "triton":
         raise ValueError(
-            "implementation='triton' takes the examples of a vmap in front of the rows, else x would be copied: write "
-            "jnp.moveaxis and in_axes=0, or parameters [N, H] of heads next to H without a vmap; or leave the argument "
-            "out, and XLA reads x where it is"
+            "implementation='triton' takes the examples of this vmap in front of the rows, else x would be copied: "
+            "write jnp.moveaxis and in_axes=0, or parameters [N, H] of heads next to H without a vmap; or leave the "
+            "argument out, and XLA reads x where it is"
         )
     return "xla"
 

@@ -19,8 +19,8 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jln._core.operation import varying_together, watched_by_checkify
 
 # From settings, operands, and the place of vmap's axis in each operand, None in one that is shared, to the settings and
-# the operands of one call, and to the place of the axis in each of its results. None where no one call is the same.
-Widen = Callable[[Any, Any, Any], tuple[Any, Any, Any] | None]
+# the operands of one call, and to the place of the axis in all of its results. None where no one call is the same.
+Widen = Callable[[Any, Any, Any], tuple[Any, Any, int] | None]
 # From settings and these places to the function of (settings, operands) that JAX differentiates itself where no one
 # call is the same: it adds up where it multiplies. None where each example is to have its own derivative.
 Plain = Callable[[Any, Any], Callable[..., Any] | None]
@@ -56,10 +56,8 @@ def in_reverse_mode(
             each = functools.partial(plain(settings, tree.unflatten(dims)) or derivative, settings)
             results = jax.tree.leaves(jax.vmap(lambda *a: each(tree.unflatten(a)), tuple(dims))(*leaves))
             return _only(results, used), [0] * sum(used)
-        settings, operands, places = wider
-        results = call(settings, operands)
-        places = jax.tree.structure(results).flatten_up_to(places)
-        return _only(jax.tree.leaves(results), used), _only(places, used)
+        settings, operands, place = wider
+        return _only(jax.tree.leaves(call(settings, operands)), used), [place] * sum(used)
 
     def differentiate(primals, tangents, *, jaxpr, used, settings, tree):
         del jaxpr

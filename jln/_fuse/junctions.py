@@ -44,8 +44,11 @@ class _Branch(NamedTuple):
         return (self.x_bias is not None) + (self.gate is not None) + 2 * (self.in_front is not None), self.x.position
 
 
-def junction_of(graph: Graph, norm: Norm, norms: Mapping[Value, Norm], constants: Constants) -> Junction | None:
-    """The sum that the norm reads; None where it reads none that an operator takes. norms: by their results."""
+def junction_of(graph: Graph, norm: Norm, norms: Mapping[Value, Norm | None], constants: Constants) -> Junction | None:
+    """The sum that the norm reads; None where it reads none that an operator takes.
+
+    norms: by their results, None for one that no operator takes.
+    """
     if norm.z is not None:
         return None
     finder = _Finder(graph, norm, norms, constants)
@@ -53,7 +56,7 @@ def junction_of(graph: Graph, norm: Norm, norms: Mapping[Value, Norm], constants
 
 
 class _Finder:
-    def __init__(self, graph: Graph, norm: Norm, norms: Mapping[Value, Norm], constants: Constants):
+    def __init__(self, graph: Graph, norm: Norm, norms: Mapping[Value, Norm | None], constants: Constants):
         self.graph, self.norm, self.norms, self.constants = graph, norm, norms, constants
 
     def junctions(self) -> Iterator[tuple[tuple[int, int], Junction]]:
@@ -136,8 +139,9 @@ class _Finder:
         while self.graph.is_read_once(v) and v.maker is not None:
             if v in self.norms:  # its scale is no gate and its offset no bias, or it would be lost
                 other = self.norms[v]
-                is_in_front = self._is_in_front(other)
-                return _Branch(other.x, other.offset, gate, other) if is_in_front else _Branch(v, None, gate)
+                if other is None or not self._is_in_front(other):
+                    return _Branch(v, None, gate)
+                return _Branch(other.x, other.offset, gate, other)
             if widens(v):
                 v = v.maker.inputs[0]
             elif (split := self._gated(v)) is not None and (gate is None or split[1] == 1.0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -73,17 +73,24 @@ def _missed(miss: Miss) -> Finding:
 
 
 def _without_kernels(norm: Norm, junction: Junction | None = None) -> str | None:
-    """The reason why no kernel takes the norm, or the sum in front of it; None where one does."""
+    """The reason why no kernel takes the norm, or with the junction the sum that it reads; None where one does."""
     if not norm.is_of_rows:
         return _IS_OVER_OTHER_AXES
-    h = norm.x.ndim - len(norm.features)
-    parameters = [norm.scale, norm.offset]
-    if junction is not None:
-        parameters += [junction.x_bias, junction.gate if isinstance(junction.gate, Parameter) else None]
-        parameters += [junction.in_front and junction.in_front.scale]
-    sizes = [p.shape for p in parameters if p is not None and math.prod(p.shape[h:]) > 1]
-    is_taken = groups_of((*norm.x.shape[:h], 1), h, [(*of[:h], 1) for of in sizes]) is not None
+    x = norm.x if junction is None else junction.total
+    h = x.ndim - len(norm.features)
+    parameters = [p for p in _parameters(norm, junction) if math.prod(p.shape[-len(norm.features) :]) > 1]
+    # In front of a norm that reads a reshape of the sum all rows share its own parameters.
+    sizes = [p.shape[:h] if len(p.shape) == x.ndim else (1,) * h for p in parameters]
+    is_taken = groups_of((*x.shape[:h], 1), h, [(*of, 1) for of in sizes]) is not None
     return None if is_taken else _VARIES_ALONG_OTHER_AXES
+
+
+def _parameters(norm: Norm, junction: Junction | None) -> list[Parameter]:
+    """The arrays of the norm and of the sum that it reads which are smaller than x."""
+    parameters: list[Any] = [norm.scale, norm.offset]
+    if junction is not None:
+        parameters += [junction.x_bias, junction.gate, junction.in_front and junction.in_front.scale]
+    return [p for p in parameters if isinstance(p, Parameter)]
 
 
 class _Rewriting:
@@ -91,19 +98,17 @@ class _Rewriting:
         self.graph, self.options, self.constants = graph, options, constants
         self.in_front: set[Value] = set()
         self.junctions: dict[Value, Junction] = {}  # by their norm's y
-        by_result = {n.y: n for n in norms}
-        runs = [n for n in norms if n.centres or not options.is_checkpointed]
+        by_kernels = [n for n in norms if _without_kernels(n) is None]
+        by_result = {n.y: n if n in by_kernels else None for n in norms}
+        runs = [n for n in by_kernels if n.centres or not options.is_checkpointed]
         additions = [addition_of(graph, norm, constants) for norm in runs]
         behind = {a.y for a in additions if a is not None}  # sums that are a part of the norm in front of them
         totals: set[Value] = set()
-        for norm in norms:
+        for norm in by_kernels:
             junction = junction_of(graph, norm, by_result, constants)
-            if (
-                junction is None
-                or _without_kernels(norm, junction)
-                or junction.total in totals
-                or self._reads_total(norm, junction)
-            ):
+            if junction is None or junction.total in totals or self._reads_total(norm, junction):
+                continue
+            if _without_kernels(norm, junction) is not None:
                 continue
             if junction.in_front is not None or junction.total not in behind:
                 totals.add(junction.total)
@@ -113,7 +118,7 @@ class _Rewriting:
         self.why_not_in_eight_bits: dict[Value, str] = {}
         taken: set[Node] = set()  # functions that read another norm in eight bits, too
         may_be_read = not options.linears and not options.is_checkpointed
-        for norm in () if options.forward_mode else norms:
+        for norm in () if options.forward_mode else by_kernels:
             found = eight_bits_of(graph, norm, constants, may_be_read)
             functions = {r.node for r in found.readers if r.node is not None} if isinstance(found, EightBits) else set()
             if isinstance(found, EightBits) and not taken & functions:
@@ -121,8 +126,7 @@ class _Rewriting:
                 taken |= functions
             elif isinstance(found, str):
                 self.why_not_in_eight_bits[norm.y] = found
-        self.norms = [n for n in norms if n.y not in self.in_front and self._why_left(n) is None]
-        self.left = [n for n in norms if n.y not in self.in_front and self._why_left(n) is not None]
+        self.decided = [(n, self._why_left(n)) for n in norms if n.y not in self.in_front]
 
     def _why_left(self, norm: Norm) -> str | None:
         """The reason why a norm is better left to XLA, which the whole program tells; else None."""
@@ -162,15 +166,15 @@ class _Rewriting:
         return False
 
     def _reads_total(self, norm: Norm, junction: Junction) -> bool:
-        """True where a parameter of the norm is made of the sum itself."""
-        parameters = [p.source for p in (norm.scale, norm.offset, junction.x_bias) if p is not None]
-        parameters += [junction.gate.source] if isinstance(junction.gate, Parameter) else []
-        return any(self.graph.depends(p, [junction.total]) for p in parameters)
+        """True where a parameter is made of the sum itself."""
+        return any(self.graph.depends(p.source, [junction.total]) for p in _parameters(norm, junction))
 
     def findings(self) -> list[Finding]:
-        findings = [finding for norm in self.norms for finding in self._replaced(norm)]
-        left = [(norm, self._remark(norm, self._why_left(norm) or ""), norm.y.maker) for norm in self.left]
-        return findings + [Finding(None, (), why, node, norm.x) for norm, why, node in left if node is not None]
+        findings = [finding for norm, why in self.decided if why is None for finding in self._replaced(norm)]
+        for norm, why in self.decided:
+            if why is not None and norm.y.maker is not None:
+                findings.append(Finding(None, (), self._remark(norm, why), norm.y.maker, norm.x))
+        return findings
 
     def _remark(self, norm: Norm, why: str) -> str:
         """The remark, and why the norm's kernel makes no eight bits, where something near does."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -69,33 +69,41 @@ def norm_of(
     return Norm(max(axes) - arrays.x.ndim, epsilon, switches, both_sides=both_sides, remat=remat)
 
 
-# Of groups with fewer rows, each parameter that they share moves more, written out, than in plain jnp: forward and
-# backward of [B, 8192 / B, 4096] in bfloat16, with an offset (a scale) for each place in a sequence, take 1143 (1076),
-# 738 (705) and 537 (520) MB for B of 1, 2 and 4, plain jnp 942 (740), 875 (640) and 841 (589).
+# Groups with fewer rows may move more than plain jnp, as a parameter that they share is written out for each: forward
+# and backward of [B, 8192 / B, 4096] in bfloat16, with an offset (a scale) for each place in a sequence, take 1143
+# (1076), 738 (705) and 537 (520) MB for B of 1, 2 and 4, plain jnp 942 (740), 875 (640) and 841 (589).
 FEWEST_ROWS = 4
 
 
+def are_few_rows(x: Sequence[int], others: Container[int], shared: int) -> bool:
+    """True where groups have too few rows for kernels, as so many parameters are shared by groups.
+
+    others: the axes of x that are not those of a group's rows.
+    """
+    rows = math.prod(n for i, n in enumerate(x) if i not in others)
+    return isinstance(rows, int) and rows < FEWEST_ROWS * shared
+
+
 def groups_of(
-    x: Sequence[int], h: int, columns: Sequence[Sequence[int]], fewest_rows: int = FEWEST_ROWS
+    x: Sequence[int], h: int, columns: Sequence[Sequence[int]], may_be_plain: bool = True
 ) -> tuple[int, bool] | None:
     """The number of first axes that are those of examples, and whether heads are in front of H, the axis `h`.
 
-    None where parameters of these sizes, all of x's rank, vary along other axes, or where groups that share some have
-    fewer than the fewest rows for each of these.
+    None where parameters of these sizes, all of x's rank, vary along other axes, or where the call may be plain jnp and
+    groups that share some of them have few rows.
     """
     own = {i for sizes in columns for i, n in enumerate(sizes) if i != h and n != 1}
     behind = next((i for i in range(h) if i not in own and x[i] != 1), h)
     examples = 1 + max((i for i in own if i < behind), default=-1)
     others = {i for i in own if i >= examples}
     heads = others == {h - 1} and h == len(x) - 1
-    rows = math.prod(n for i, n in enumerate(x) if i != h and i not in own)
     shared = sum(any(sizes[i] == 1 for i in own if x[i] != 1) for sizes in columns)
-    if (others and not heads) or (isinstance(rows, int) and rows < fewest_rows * shared):
+    if (others and not heads) or (may_be_plain and are_few_rows(x, {*own, h}, shared)):
         return None
     return examples, heads
 
 
-def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, fewest_rows: int) -> tuple[Arrays, Norm] | None:
+def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bool) -> tuple[Arrays, Norm] | None:
     """Lay out the user's arrays, but for those of Linears, for the norm's operations: adjacent axes of H are one.
 
     Returns the operands, and the norm with its axes of examples and heads. On these every parameter is written out to
@@ -126,7 +134,7 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, fewest_rows: int
     }
     columns = [name for name in operands if TABLE[name].shape is Shape.COLUMN]
     sizes = operands["x"].shape
-    groups = groups_of(sizes, h, [operands[name].shape for name in columns], fewest_rows)
+    groups = groups_of(sizes, h, [operands[name].shape for name in columns], may_be_plain)
     if groups is None:
         return None
     norm = dataclasses.replace(norm, examples=groups[0], heads=groups[1])
@@ -140,19 +148,21 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, fewest_rows: int
     return Arrays(**operands, kernel=arrays.kernel, bias=arrays.bias), norm
 
 
-def no_kernels(arrays: Arrays, axes: tuple[int, ...], is_arranged: bool) -> str | None:
+def no_kernels(arrays: Arrays, axes: tuple[int, ...], both_sides: bool, is_arranged: bool) -> str | None:
     """The reason why no kernel takes the user's arrays as they lie, and what to do; None where one may.
 
-    is_arranged: whether `arranged` has laid them out.
+    both_sides: as of `checked`. is_arranged: whether `arranged` has laid them out.
     """
-    x = arrays.x
-    if sorted(axes) != [*range(x.ndim - len(axes), x.ndim)]:
+    x, order = arrays.x, sorted(axes)
+    if order[-1] - order[0] >= len(order) or order[-1] != x.ndim - 1:
+        lie = "do not lie" if order[-1] - order[0] >= len(order) else "are not its last"
         return (
-            f"takes rows whose elements lie side by side, and axis={axes} of x {x.shape} are not its last: write "
+            f"takes rows whose elements lie side by side, and axis={axes} of x {x.shape} {lie}: write "
             f"jnp.moveaxis(x, {axes}, {tuple(range(-len(axes), 0))}), or leave it out, and XLA reads x where it is"
         )
     if not is_arranged:
-        shapes = {name: a.shape for name, a in arrays.only(COLUMNS).present().items()}
+        names = {"x_bias": "x_offset"} if both_sides else {}
+        shapes = {names.get(name, name): a.shape for name, a in arrays.only(COLUMNS).present().items()}
         return (
             "takes parameters that vary along x's first axes, or along the one in front of the normalised axis; got "
             f"{', '.join(f'{name} {shape}' for name, shape in shapes.items())} for x {x.shape}: leave it out, and XLA "

@@ -224,6 +224,11 @@ class Junction:
         """True where y itself is in eight bits."""
         return self.eight_bits != "" and not self.features
 
+    @property
+    def may_be_plain(self) -> bool:
+        """True where plain jnp may run in the operations' place."""
+        return self.implementation != "triton" and not self.eight_bits
+
 
 # What follows from the table
 

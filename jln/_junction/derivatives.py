@@ -342,7 +342,7 @@ def _plain(junction: Junction, axes: Arrays) -> Callable[..., Arrays] | None:
     move 1284 MB so, and 1426 by plain jnp, of which XLA's CPU backend makes garbage in jaxlib 0.10.2.
     """
     shares_rows = not rows_of(axes).present() and not jax.tree.leaves((axes.kernel, axes.bias))
-    return None if shares_rows or junction.eight_bits or junction.implementation == "triton" else in_plain_jnp
+    return in_plain_jnp if junction.may_be_plain and not shares_rows else None
 
 
 operator = Rules(_value, _saving, _gradients, _tangents).operator(sum_examples_as_rows, _plain)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._junction.arguments import FEWEST_ROWS, Axis, arranged, checked, no_kernels, norm_of
+from jln._junction.arguments import Axis, arranged, checked, no_kernels, norm_of
 from jln._junction.arrays import SCALE_OF, Arrays, Junction
 from jln._junction.derivatives import in_plain_jnp, operator
 from jln._junction.linears.eight_bits import multiplies_blocks
@@ -104,9 +104,8 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         return results._replace(**scales, y_max=PartitionSpec() if scales else None)
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
-        is_free = junction.implementation is None and not junction.eight_bits
-        given = arranged(arrays, axes, junction.norm, FEWEST_ROWS if is_free else 0)
-        reason, settled = no_kernels(arrays, axes, given is not None), junction
+        given = arranged(arrays, axes, junction.norm, junction.may_be_plain)
+        reason, settled = no_kernels(arrays, axes, junction.norm.both_sides, given is not None), junction
         if reason is not None:
             if junction.implementation == "triton":
                 raise ValueError(f"implementation='triton' {reason}")

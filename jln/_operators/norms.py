@@ -43,8 +43,8 @@ def layer_norm(
         dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x` `[B, T, H]` is a scale for
         each example. Kernels take parameters that vary along `x`'s first axes, along the one in front of the last,
         normalised one (heads), or both. None: no scale.
-      offset: as `scale`. Where the two vary along different axes, kernels take both written out along all of these,
-        with 4 rows or more in each group for each parameter that is.
+      offset: as `scale`. Where the two vary along different axes, both are written out along all of these; where that
+        leaves fewer than 4 rows for each that is, plain jnp runs, except with `quantize` and by "triton".
       axis: the axis or axes to normalise over. Kernels take the last ones, in any order; others that are adjacent are
         XLA's, by the same rules, without a transpose.
       epsilon: added to the variance; not negative, and no more than float32 holds, for float64 `x` float64.
@@ -54,12 +54,13 @@ def layer_norm(
       quantize: `jln.Float8(scale)` or `jln.MXFloat8()`: the result in eight bits, made of the float32 numbers in the
         same kernel, for a product that reads it in eight bits. Gradients go straight through: the cotangent of what
         its `dequantized()` gives, or of its `carrier`, is taken for the result's. An error where the axes are not
-        adjacent, or parameters vary otherwise than said of `scale` and `offset`.
+        adjacent, or parameters vary along other axes than said of `scale`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU, jax-triton is installed, and kernels take `axis` and the parameters; else XLA.
         Where the axes are not adjacent, or parameters vary otherwise than said of `scale` and `offset`, that is plain
         jnp, which JAX differentiates; so it is under a `jax.vmap` whose examples share some arrays of its size, lie
-        behind rows, or have parameters of their own that are neither in front nor heads. "triton" runs or raises.
+        behind rows, have parameters of their own that are neither in front nor heads, or have few rows that share one
+        parameter and not another. "triton" runs or raises.
       forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), the same kernels serving
         reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode, and forward mode over it
         (`jax.hessian`).

@@ -12,7 +12,7 @@ PARAMETERS = ("scale", "offset", "x_scale", "x_offset", "gate", "x_bias")
 OF_AXES, OF_PARAMETERS, OF_VMAP = (
     "takes rows whose elements lie side by side",
     "takes parameters that vary along x's first axes",
-    "takes the examples of a vmap in front of the rows",
+    "takes the examples of this vmap in front of the rows",
 )
 
 

@@ -96,7 +96,7 @@ UNDER_VMAP = [
         "(others and not heads) or", "", (f"{TESTS}test_examples_beside_groups[(1, 4, 1, 8)-0-inside]",),
     ),
     Mutant(
-        "four rows a group taken for few", NORM_ARGUMENTS, "rows < fewest_rows", "rows <= fewest_rows",
+        "four rows a group taken for few", NORM_ARGUMENTS, "rows < FEWEST_ROWS", "rows <= FEWEST_ROWS",
         (f"{JUNCTION}test_groups_of_few_rows_that_share_a_parameter[4]",),
     ),
     Mutant(

@@ -20,7 +20,7 @@ EXAMPLES = 3
 OF_ROWS = ("x", "residual", "z", "added")
 OF_COLUMNS = ("scale", "offset", "x_bias", "gate", "x_scale", "x_offset")
 LINEARS = [name for name, form in FORMS.items() if form.is_linear]
-BEHIND_ROWS = r"implementation='triton' takes the examples of a vmap in front of the rows"
+BEHIND_ROWS = r"implementation='triton' takes the examples of this vmap in front of the rows"
 
 
 def with_examples(arrays, axes):
@@ -127,16 +127,16 @@ def test_linears_of_examples(name, axes, remat, implementation):
     assert bool(operations(step, *arrays)) == (implementation == "triton")
 
 
-# Vmaps of a LayerNorm of [3, H], from the innermost, with the places in x, scale and offset, and in y; and the shapes
+# Vmaps of a LayerNorm of [12, H], from the innermost, with the places in x, scale and offset, and in y; and the shapes
 # of the gradients that the one backward call makes, None where there is none.
 ROW, ALL = ((0, None, None),), ((0, 0, 0),)
 NESTED = {
-    "as in Equinox": ((ROW, ROW), ["4,2,3,8", "1,1,1,8", "1,1,1,8"]),
-    "adaLN": ((ROW, ALL), ["4,2,3,8", "4,1,1,8", "4,1,1,8"]),
-    "rows of groups": ((ALL, ROW), ["4,2,3,8", "4,2,1,8", "4,2,1,8"]),
-    "heads": ((((1, 0, 0), 1),), ["3,2,8", "1,2,8", "1,2,8"]),
-    "heads in two more": ((((1, 0, 0), 1), ROW, ((1, None, None), 1)), ["4,5,3,2,8", "1,1,1,2,8", "1,1,1,2,8"]),
-    "heads of groups": ((((1, 0, None), 1), ((0, None, 0),)), ["4,3,2,8", "4,1,2,8", "4,1,2,8"]),
+    "as in Equinox": ((ROW, ROW), ["4,2,12,8", "1,1,1,8", "1,1,1,8"]),
+    "adaLN": ((ROW, ALL), ["4,2,12,8", "4,1,1,8", "4,1,1,8"]),
+    "rows of groups": ((ALL, ROW), ["4,2,12,8", "4,2,1,8", "4,2,1,8"]),
+    "heads": ((((1, 0, 0), 1),), ["12,2,8", "1,2,8", "1,2,8"]),
+    "heads in two more": ((((1, 0, 0), 1), ROW, ((1, None, None), 1)), ["4,5,12,2,8", "1,1,1,2,8", "1,1,1,2,8"]),
+    "heads of groups": ((((1, 0, None), 1), ((0, None, 0),)), ["4,12,2,8", "4,1,2,8", "4,1,2,8"]),
     "rows behind H": ((ROW, ((3, None, None), 3)), None),
     "scales of the same rows": ((((None, 0, 0),), ROW), None),
 }
@@ -154,7 +154,7 @@ TRANSFORMED = {
 
 def nested(name, transform):
     """The transformed LayerNorm of a module, with options, under the vmaps of the name; and its arrays."""
-    vmaps, shapes = NESTED[name][0], [[3, H], [H], [H]]
+    vmaps, shapes = NESTED[name][0], [[12, H], [H], [H]]
     for (places, *_), size in zip(vmaps, (2, 4, 5), strict=False):
         for shape, axis in zip(shapes, places, strict=True):
             if axis is not None:

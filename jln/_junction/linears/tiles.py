@@ -66,7 +66,7 @@ def keeps_product(operands: Arrays, junction: Junction) -> bool:
         return False
     *lead, h = shape = operands.x.shape
     n = sum(math.prod(kernel.shape[1:]) for kernel in operands.kernel)
-    if not all(isinstance(size, int) for size in shape) or n > _KEPT_FEATURES or 16 * n > h:
+    if not all(isinstance(size, int) and size for size in shape) or n > _KEPT_FEATURES or 16 * n > h:
         return False
     dtype = _checks.promoted(operands.x.dtype, operands.kernel[0].dtype).name
     tile = None if dtype != "bfloat16" else forward_tile(math.prod(lead), h, n, dtype, CHIPS["h200"])
