@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
 from jln._junction.linears.tiles import keeps_product
 from jln._junction.operations import along_rows, backward, backward_in_one, forward, forward_in_one, norms_by, rows_of
-from jln._junction.vmaps import only_rows_differ, sum_examples_as_rows
+from jln._junction.vmaps import sum_examples_as_rows
 from jln.reference import _junction, _Norm
 
 
@@ -272,9 +273,10 @@ def _transposed(
     parameters = [
         a for of in (saved, tangents) for name, a in of.present().items() if TABLE[name].shape in of_parameters
     ]
-    rows, parameters = jax.tree.leaves((cotangents, rows)), jax.tree.leaves(parameters)
+    batches = {a.shape[:batch_dims] for a in jax.tree.leaves((cotangents, rows))}
+    are_shared = all(math.prod(a.shape[:batch_dims]) == 1 for a in jax.tree.leaves(parameters))
     wanted = jax.tree.map(lambda a: a.dtype.name, tangents)
-    if junction.norm.examples or not only_rows_differ(batch_dims, rows, parameters):
+    if junction.norm.examples or len(batches) > 1 or not are_shared:
         return _pulled_back(cotangents, saved, junction, wanted, batch_dims)
     # Examples are rows like any other. A norm's parameters have x's rank; those of Linears have not.
     kernel = jax.tree.map(lambda a: a.reshape(a.shape[batch_dims:]), saved.kernel)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,12 +54,3 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
     operands = operands._replace(**{name: placed(name) for name in names})
     junction = dataclasses.replace(junction, norm=norm, in_one=junction.in_one and not norm.heads)
     return junction, operands, place
-
-
-def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:
-    """True where an operation's axes of vmap are axes of rows like any other.
-
-    On all of these axes every array of rows differs from example to example, and no parameter does.
-    """
-    batches = {a.shape[:batch_dims] for a in rows}
-    return len(batches) == 1 and all(math.prod(p.shape[:batch_dims]) == 1 for p in parameters)

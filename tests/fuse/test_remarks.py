@@ -111,7 +111,15 @@ LEFT = {
         lambda x, s, p: rms(x + rms(x, p), s[0]) @ s,
         ["jln.", "no kernel"],
     ),
-    "a gate by position": (lambda x, s, p: rms(jnp.cos(x) + p * x, s[0]) @ s, ["jln."]),
+    "a gate by position": (lambda x, s, p: rms(jnp.cos(x) + p * x, s[0]) @ s, ["jln.rms_norm: norm (x, scale;"]),
+    "such a gate, and rows in one axis": (
+        lambda x, s, p: rms((jnp.cos(x) + p * x).reshape(-1, 16), s[0]) @ s,
+        ["jln.rms_norm: norm (x, scale;"],
+    ),
+    "another axis in front of a sum": (
+        lambda x, s, p: rms(x + rms(x, s[0, :, None], 2), s[0]) @ s,
+        ["jln.add_rms_norm", "other axes"],
+    ),
 }
 
 

@@ -88,6 +88,12 @@ def a_gate_of_each_example(x, r, b, gate):
     return layer(total, b, b), total
 
 
+@case(normal(2, 16, H), normal(2, 16, H), S, normal(2, 1, H), finds="add_rms_norm")
+def a_gate_of_each_example_and_rows_in_one_axis(x, r, s, gate):
+    total = r + gate * x
+    return rms(total.reshape(-1, H), s), total
+
+
 @case(X, R, S, finds="add_rms_norm")
 def layer_scale(x, r, gamma):
     total = r + gamma * x

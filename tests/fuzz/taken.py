@@ -58,7 +58,7 @@ def may_be_plain_jnp(case: Case) -> bool:
     places = {name: {a.axes[i] for i in inner} for name, a in case.operands.items()}
     return (
         bool(refused(dataclasses.replace(case, quantize="any")))
-        or rows < FEWEST_ROWS * shared
+        or rows < FEWEST_ROWS * (len(varying(case)) if inner else shared)
         or any(not places[name] <= {0} for name in ("x", "residual", "z") if name in places)
         or any(not places[name] <= {None} for name in places if name.startswith(("kernel", "bias")))
     )

@@ -121,11 +121,11 @@ EIGHT_BITS = [
         (f"{WAYS}test_eight_bits_have_no_derivative",),
     ),
     Mutant(
-        "scales of examples as one",
+        "the largest magnitude of all examples for that of each",
         VMAPS,
-        '"bias", *SCALE_OF.values()}',
-        '"bias"}',
-        (f"{WAYS}test_vmap[xla-blocks, a scale and itself]",),
+        "or has_scales or",
+        "or",
+        (f"{WAYS}test_each_example_has_a_largest_magnitude_of_its_own",),
     ),
     Mutant(
         "ways that a chip without conversions forgets",

@@ -211,16 +211,6 @@ FEW_FEATURES = [
         '"scale": operands.scale if wants_dkernel else None', NORMS,
     ),
     Mutant(
-        "examples of shared rows in the place of rows", LINEAR_LAUNCH,
-        "if batch_dims and has_rows and only_rows", "if batch_dims and only_rows",
-        (f"{OF_EXAMPLES}test_vmap_of_parameters_whose_examples_share_rows[False-('scale',)]",),
-    ),
-    Mutant(
-        "a vmap's scales in the place of rows", LINEAR_LAUNCH,
-        "are_rows = only_rows_differ(batch_dims, of_rows, list(columns.values()))", "are_rows = True",
-        (f"{OF_EXAMPLES}test_vmap[x and scale]",),
-    ),
-    Mutant(
         "few rows of each example multiplied with many that are not there", LINEAR_TILES,
         "return 2 * g.rows >=", "return 200 * g.rows >=",
         (f"{OF_EXAMPLES}test_what_is_left_to_the_norm_and_a_product",),

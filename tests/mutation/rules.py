@@ -22,7 +22,6 @@ from targets import (
     SHARDED_DTYPES,
     SHARDING,
     TRANSFORMED,
-    VMAPS,
     WHOLE,
     XLA,
     XLA_GRADIENTS,
@@ -256,9 +255,9 @@ RULES = [
     ),
     Mutant(
         "vmap's axes taken for rows where a parameter has them",
-        VMAPS,
-        "return len(batches) == 1 and all(",
-        "return len(batches) == 1 or all(",
+        JUNCTION_RULES,
+        "len(batches) > 1 or not are_shared",
+        "len(batches) > 1",
         ("tests/transformations/test_matrix.py::test_forward_mode[layer_norm-so-triton-grad(vmap), over all]",),
     ),
     Mutant(

@@ -30,7 +30,11 @@ UNDER_VMAP = [
         "the one call made in the user's mode of promotion", "jln/_core/derivatives.py", "_in_own_modes(widen)",
         "widen", (f"{TESTS}test_an_offset_that_groups_share_is_added_up_in_float32",),
     ),
-    Mutant("heads that do not lie next to H", VMAPS, "and place == h and", "and", norms("groups")),
+    Mutant("heads that do not lie next to H", VMAPS, "< place == h and", "< place and", norms("groups")),
+    Mutant(
+        "groups of one row taken for heads", VMAPS, "norm.examples < place == h", "place == h",
+        (f"{TESTS}test_rows_with_scales_of_their_own_are_groups",),
+    ),
     Mutant(
         "rows in front of groups", VMAPS, "elif columns & moved or place < norm.examples:", "elif columns & moved:",
         (f"{TESTS}test_examples_beside_groups[(2, 1, 1, 8)-0-inside]",),
@@ -58,7 +62,7 @@ UNDER_VMAP = [
         (f"{TESTS}test_results_that_nobody_uses[y-plain]",),
     ),
     Mutant(
-        "kernels of examples taken for a shared one", VMAPS, 'moved & {"kernel", "bias", *', "moved & {*",
+        "kernels of examples taken for a shared one", VMAPS, 'moved & {"kernel", "bias"}', 'moved & {"bias"}',
         (f"{TESTS}test_linears_of_examples[xla-rms_norm_linear-rows and kernels-False]",),
     ),
     Mutant(
@@ -71,8 +75,7 @@ UNDER_VMAP = [
         "derivative", norms("parameters of examples in the middle"),
     ),
     Mutant(
-        "eight bits by plain jnp", JUNCTION_RULES, "shares_rows or junction.eight_bits or", "shares_rows or",
-        (SHARED_LINEAR,),
+        "eight bits by plain jnp", "jln/_junction/arrays.py", " and not self.eight_bits", "", (SHARED_LINEAR,),
     ),
     Mutant(
         "a gate of rows left out of plain jnp", JUNCTION_RULES, "a.row_gate if a.gate is None else a.gate", "a.gate",
@@ -101,6 +104,10 @@ UNDER_VMAP = [
     ),
     Mutant(
         "three rows a group taken for many", NORM_ARGUMENTS, "isinstance(rows, int) and rows", "False and rows",
+        (f"{JUNCTION}test_groups_of_few_rows_that_share_a_parameter[3]",),
+    ),
+    Mutant(
+        "few rows of a vmap taken for many", VMAPS, "if are_few_rows(", "if False and are_few_rows(",
         (f"{JUNCTION}test_groups_of_few_rows_that_share_a_parameter[3]",),
     ),
     Mutant(

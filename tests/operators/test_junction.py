@@ -204,6 +204,8 @@ def test_groups_of_few_rows_that_share_a_parameter(rows):
 
     assert operations(scale=scale, offset=offset) == (rows == 4)
     assert operations(scale=offset, offset=offset) == operations(offset=offset) == 1
+    of_examples = jax.vmap(lambda x, offset: jln.layer_norm(x, scale, offset))
+    assert ("jln_norm_forward" in str(jax.make_jaxpr(of_examples)(x[:, :, 0], offset[:, 0, 0]))) == (rows == 4)
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])

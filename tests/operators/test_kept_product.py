@@ -222,7 +222,7 @@ def test_where_it_is_kept():
     assert not keeps(rows=64, h=4096) and keeps(rows=8192, h=4096)  # a long walk of few programs
     of_few = (64, 4096, 64, "bfloat16", CHIPS["h200"])  # as on a device that has some of the rows
     assert forward_tile(*of_few) is None and forward_tile(*of_few, keeps=True) is not None
-    assert not keeps(remat=True) and not keeps(in_one=False)
+    assert not keeps(remat=True) and not keeps(in_one=False) and not keeps(rows=(0, 64), examples=1)
 
 
 def test_kept_where_both_passes_are_fused():

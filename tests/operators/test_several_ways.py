@@ -142,3 +142,12 @@ def test_one_launch_makes_all(chip, dtypes):
     written = {name: a.dtype.name for name, a in launch.results.items()}
     of_ways = {"y": "float8_e4m3fn", "y2": "float8_e4m3fn", "y3": "float32", "y_max": "float32", "block_scale": "uint8"}
     assert written == (dtypes or of_ways) | {"rstd": "float32"}
+
+
+def test_each_example_has_a_largest_magnitude_of_its_own():
+    """Examples of a vmap that have one scale have not one `amax`, of which a next scale is made."""
+    x, scale = (workbench.normal(i, s, "float32") for i, s in enumerate([(3, 4, H), (3, H)]))
+    kinds = Ways((jln.MXFloat8(), jln.Float8(0.5)))
+    largest = [jnp.max(jnp.abs(jln.rms_norm(*a))) for a in zip(x, scale, strict=True)]
+    got = jax.vmap(lambda *a: jln.rms_norm(*a, quantize=kinds).ways[1].amax)(x, scale)
+    chex.assert_trees_all_close(got, jnp.stack(largest), rtol=1e-6)

@@ -190,6 +190,13 @@ def test_gradients_of_what_examples_share_are_made_once(name):
     assert len(found) == 2 * bool(gradients)
 
 
+def test_rows_with_scales_of_their_own_are_groups():
+    """Examples are no heads there, for whose number kernels are compiled, and among which no outer rows may lie."""
+    x, scale = workbench.normal(0, (EXAMPLES, 4, H), "float64"), workbench.normal(1, (EXAMPLES, H), "float64")
+    step = all_gradients(jax.vmap(jax.vmap(jln.rms_norm), (1, None), 1))
+    assert number_of_calls(step, x, scale) == (1, 1)
+
+
 @pytest.mark.parametrize(("axis", "out"), [(0, 0), (0, 2), (1, 1), (1, 0), (1, -1), (2, -2), (2, -1)])
 def test_results_lie_where_the_rows_do(axis, out):
     """The call has results and gradients where the examples of x are, wherever `out_axes` have them."""

@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from jln._junction import launches as norms
-from jln._junction.arrays import COLUMNS, TABLE, Arrays, Junction, Shape, total_dtype
-from jln._junction.formulas import common_batch, effective_scale, with_batch
+from jln._junction.arrays import COLUMNS, Arrays, Junction, total_dtype
+from jln._junction.formulas import effective_scale
 from jln._junction.geometry import Geometry, geometry_of, pointed, pointed_gradients, shared_operands
 from jln._junction.gradients import made_again
 from jln._junction.kernels import with_linear
 from jln._junction.kernels import with_linear_backward as kernels
 from jln._junction.linears import formulas, tiles
-from jln._junction.vmaps import only_rows_differ
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div, next_power_of_2
@@ -36,22 +35,6 @@ def forward(
     target: Target,
     gathered: formulas.Gathered = (),
 ) -> Arrays:
-    batch = common_batch(batch_dims, *jax.tree.leaves(operands))
-    rows, parameters = ({}, {})
-    for name, array in operands.present().items():
-        (rows if TABLE[name].shape in (Shape.ROW, Shape.NUMBER) else parameters)[name] = array
-    of_linears, of_rows = operands.only(("kernel", "bias")), list(rows.values())
-    has_rows = all(a.shape[:batch_dims] == batch for a in of_rows)
-    if batch_dims and has_rows and only_rows_differ(batch_dims, of_rows, jax.tree.leaves(of_linears)):
-        # Where vmap's examples have rows and share the Linears, they are rows like any other, or examples of the norm.
-        columns = {name: a for name, a in parameters.items() if name not in of_linears.present()}
-        are_rows = only_rows_differ(batch_dims, of_rows, list(columns.values()))
-        norm = junction.norm
-        if norm.examples or not are_rows:
-            norm = dataclasses.replace(norm, examples=batch_dims + norm.examples)
-        of_linears = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), of_linears)
-        operands = operands._replace(kernel=of_linears.kernel, bias=of_linears.bias)
-        junction, batch_dims = dataclasses.replace(junction, norm=norm), 0
     tile = None
     wanted, keeps = dtypes, bool(jax.tree.leaves(dtypes.product))
     if keeps:  # by the kernel that makes y, too
@@ -65,10 +48,8 @@ def forward(
         tile = tile if tile is not None and tiles.fills(tile, g) else None
     if tile is not None:
         results = _fused_forward(operands, junction, dtypes, tile, target)
-        results = results._replace(y=tuple(a if d else None for a, d in zip(results.y, wanted.y, strict=True)))
-    else:
-        results = formulas.forward(operands, junction, wanted, batch_dims, norms=_norms(target), gathered=gathered)
-    return jax.tree.map(lambda a: with_batch(a, batch), results)
+        return results._replace(y=tuple(a if d else None for a, d in zip(results.y, wanted.y, strict=True)))
+    return formulas.forward(operands, junction, wanted, batch_dims, norms=_norms(target), gathered=gathered)
 
 
 def backward(
