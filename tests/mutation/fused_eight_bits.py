@@ -188,11 +188,11 @@ FUSED_EIGHT_BITS = [
         (f"{SEVERAL}test_the_norm_is_made_again_of_the_statistics_that_were_kept[layer]",),
     ),
     Mutant(
-        "the norm over another axis made again as over the last",
+        "the norm over two axes made again as over the last",
         "jln/_fuse/calls.py",
         'if self.options["axis"] == (-1,):',
         "if True:",
-        way("another axis"),
+        way("two axes"),
     ),
     Mutant(
         "a result beside eight bits where Linears keep what the norm read",
