@@ -30,7 +30,7 @@ UNDER_VMAP = [
         "the one call made in the user's mode of promotion", "jln/_core/derivatives.py", "_in_own_modes(widen)",
         "widen", (f"{TESTS}test_an_offset_that_groups_share_is_added_up_in_float32",),
     ),
-    Mutant("heads that do not lie next to H", VMAPS, "< place == h and", "< place and", norms("groups")),
+    Mutant("heads that do not lie next to H", VMAPS, "== h and", "and", norms("parameters of examples in the middle")),
     Mutant(
         "groups of one row taken for heads", VMAPS, "norm.examples < place == h", "place == h",
         (f"{TESTS}test_rows_with_scales_of_their_own_are_groups",),
