@@ -155,9 +155,9 @@ def no_kernels(arrays: Arrays, axes: tuple[int, ...], both_sides: bool, is_arran
     """
     x, order = arrays.x, sorted(axes)
     if order[-1] - order[0] >= len(order) or order[-1] != x.ndim - 1:
-        lie = "do not lie" if order[-1] - order[0] >= len(order) else "are not its last"
+        are = "are not adjacent" if order[-1] - order[0] >= len(order) else "are not its last"
         return (
-            f"takes rows whose elements lie side by side, and axis={axes} of x {x.shape} {lie}: write "
+            f"takes rows whose elements lie side by side, and axis={axes} of x {x.shape} {are}: write "
             f"jnp.moveaxis(x, {axes}, {tuple(range(-len(axes), 0))}), or leave it out, and XLA reads x where it is"
         )
     if not is_arranged:
