@@ -77,10 +77,8 @@ class Call:
         return OPERATORS[self.name](**self._given(arrays), **self.options)
 
     def again(self, made: Made, *arrays: Any) -> Any:
-        """The norm's result, made again in backward: of the kept statistics, where it is over the last axis alone."""
-        if self.options["axis"] == (-1,):
-            return made_again(made, **self._given(arrays), **self.options)
-        return self(*arrays)
+        """The norm's result, made again in backward of the kept statistics."""
+        return made_again(made, **self._given(arrays), **self.options)
 
     def _given(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """The operator's arguments, of the inputs' arrays."""

@@ -91,8 +91,8 @@ def eight_bits_of(graph: Graph, norm: Norm, constants: Constants, may_be_read: b
     if _is_split(y):
         return "its type says how it is sharded"
     in_blocks = any(isinstance(r.quantisation, Quantisation) and r.quantisation.scale is None for r in found)
-    if in_blocks and (norm.features != (y.ndim - 1,) or y.shape[-1] % BLOCK):
-        return "its blocks are not along a last, normalised axis"
+    if norm.features != (y.ndim - 1,) or (in_blocks and y.shape[-1] % BLOCK):
+        return "a kernel makes them of a last, normalised axis alone, in whole blocks"
     return result
 
 

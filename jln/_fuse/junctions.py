@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -127,10 +128,8 @@ class _Finder:
         return None
 
     def _is_of_features(self, parameter: Parameter, of: Value) -> bool:
-        axes = {a - self.norm.x.ndim + of.ndim for a in self.norm.features}
-        return len(parameter.shape) == of.ndim and all(
-            n == (of.shape[a] if a in axes else 1) for a, n in enumerate(parameter.shape)
-        )
+        h = of.ndim - len(self.norm.features)
+        return parameter.shape == (1,) * h + of.shape[h:]
 
     def _branch(self, value: Value) -> _Branch:
         """The value without bias and gate, as long as nobody else reads what they are added to and multiplied with."""
@@ -178,8 +177,8 @@ class _Finder:
 
     def _is_of_rows_or_features(self, gate: Parameter, of: Value) -> bool:
         """True of a gate that has all features or none of them."""
-        axes = [a - self.norm.x.ndim + of.ndim for a in self.norm.features]
-        return {gate.shape[a] == of.shape[a] for a in axes} == {True} or all(gate.shape[a] == 1 for a in axes)
+        h = of.ndim - len(self.norm.features)
+        return gate.shape[h:] == of.shape[h:] or math.prod(gate.shape[h:]) == 1
 
     def _is_in_front(self, other: Norm) -> bool:
         """True of a norm that can be that of the branch, in one operator with this one."""

@@ -84,14 +84,6 @@ class Chip:
         return 64 if self.is_amd else 32
 
     @property
-    def registers(self) -> int:
-        """The registers of one core, each of 32 bits; AMD's vector registers.
-
-        A compute unit has 512 for each thread of one wave on each of its 4 SIMDs.
-        """
-        return 131072 if self.is_amd else 65536
-
-    @property
     def shared(self) -> int:
         """The bytes of shared memory that one program may have; of what is not known the least."""
         least = min(limit for of, limit in SHARED_LIMIT.items() if isinstance(of, str) == self.is_amd)

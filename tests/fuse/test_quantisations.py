@@ -57,7 +57,6 @@ WAYS = {
         X,
         S,
     ),
-    "two axes": (lambda x, n: read(clipped(x * lax.rsqrt(jnp.mean(x * x, (1, 2), keepdims=True)) / n)), X, NUMBER),
     "saturated": (lambda x, s, n: read(clipped(rms(x, s) / n)) * n, X, S, NUMBER / 9),
     "a scale that is learned": (
         lambda x, s, n: read(lax.stop_gradient(clipped(rms(x, s) / n))) * n * n,
@@ -179,6 +178,7 @@ OTHERS = {
         (X, S, NUMBER),
         None,
     ),
+    "two axes": (lambda x: read(clipped(x * lax.rsqrt(jnp.mean(x * x, (1, 2), keepdims=True)))), (X,), "axis alone"),
     "two dtypes": (
         lambda x, s, n: (read(clipped(rms(x, s) / n)), read(clipped(rms(x, s) / n, E5M2))),
         (X, S, NUMBER),

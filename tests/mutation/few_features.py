@@ -140,7 +140,7 @@ FEW_FEATURES = [
     ),
     Mutant(
         "no scale taken for one of each example", LINEAR_LAUNCH,
-        "if ready.scale is None and g.groups > 1:", "if False:",
+        "if operands.scale is None and g.groups > 1:", "if False:",
         NO_SCALE,
     ),
     Mutant(

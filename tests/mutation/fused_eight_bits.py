@@ -188,13 +188,6 @@ FUSED_EIGHT_BITS = [
         (f"{SEVERAL}test_the_norm_is_made_again_of_the_statistics_that_were_kept[layer]",),
     ),
     Mutant(
-        "the norm over two axes made again as over the last",
-        "jln/_fuse/calls.py",
-        'if self.options["axis"] == (-1,):',
-        "if True:",
-        way("two axes"),
-    ),
-    Mutant(
         "a result beside eight bits where Linears keep what the norm read",
         "jln/_fuse/rewriting.py",
         "may_be_read = not options.linears and not options.is_checkpointed",

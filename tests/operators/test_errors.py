@@ -235,11 +235,17 @@ def test_x_bias_and_gate(name, case):
 LEFT_TO_XLA = {
     "the first axis": (r"takes rows whose elements lie side by side, and axis=\(0,\) of x \(3, 8\) are not its last: "
                        r"write jnp.moveaxis\(x, \(0,\), \(-1,\)\), or leave it out", (3, 8), 0, (3,)),
-    "axes apart": (r"takes rows .*axis=\(2, 0\) .*moveaxis\(x, \(2, 0\), \(-2, -1\)\)", (3, 4, 8), (2, 0), (8, 3)),
+    "axes apart": (r"takes rows .*not adjacent: .*moveaxis\(x, \(2, 0\), \(-2, -1\)\)", (3, 4, 8), (2, 0), (8, 3)),
     "a scale behind other rows": (r"takes parameters that vary along x's first axes, or along the one in front of the "
                                   r"normalised axis; got scale \(1, 4, 1, 8\) for x \(3, 4, 5, 8\): leave it out",
                                   (3, 4, 5, 8), -1, (1, 4, 1, 8)),
 }  # fmt: skip
+
+
+def test_an_offset_of_the_branch_has_its_own_name():
+    x, x_offset = jnp.ones((3, 4, 5, 8)), jnp.ones((1, 4, 1, 8))
+    with pytest.raises(ValueError, match=r"got x_offset \(1, 4, 1, 8\)"):
+        jln.layer_norm_add_layer_norm(x, x, x_offset=x_offset, implementation="triton")
 
 
 @pytest.mark.parametrize("case", LEFT_TO_XLA)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jln._junction import launches as norms
 from jln._junction.arrays import COLUMNS, Arrays, Junction, total_dtype
 from jln._junction.formulas import effective_scale
-from jln._junction.geometry import Geometry, geometry_of, pointed, pointed_gradients, shared_operands
+from jln._junction.geometry import Geometry, geometry_of, pointed, pointed_gradients
 from jln._junction.gradients import made_again
 from jln._junction.kernels import with_linear
 from jln._junction.kernels import with_linear_backward as kernels
@@ -148,8 +148,8 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
     x, kernel, bias = operands.x, operands.kernel, operands.bias
     features = [None if d is None else k.shape[1:] for k, d in zip(kernel, dtypes.y, strict=True)]
     n = sum(math.prod(f) for f in features if f is not None)
-    g = geometry_of(_of_norm(operands), junction.norm, 0)
-    shared, ready = shared_operands(_of_norm(operands), g)
+    of_norm = _of_norm(operands)
+    g = geometry_of(of_norm, junction.norm, 0)
 
     def like_x(dtype: str | None, last: int) -> jax.ShapeDtypeStruct | None:
         return None if dtype is None else jax.ShapeDtypeStruct((*x.shape[:-1], last), dtype)
@@ -162,7 +162,7 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
         target,
         with_linear.forward_kernel,
         {
-            **pointed(with_linear.forward_kernel, ready),
+            **pointed(with_linear.forward_kernel, of_norm),
             "kernel": _side_by_side(kernel, features),
             "bias": _side_by_side(bias, features),
             "rows": g.rows,
@@ -179,7 +179,7 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
         BY_REGISTERS=target.chip.has_wgmma and y.dtype == jnp.float32,
         EPSILON=junction.norm.epsilon,
         TOTAL=jnp.dtype(total_dtype(operands)),
-        **_constants(g, shared, n),
+        **_constants(g, n),
     )
     of_each = {"y": _apart(written["y"], features, dtypes.y)}
     if dtypes.product is not None:
@@ -196,7 +196,6 @@ def _fused_backward(
     shares of G and of sums over a group's rows; and then add up the shares of the parameters' gradients.
     """
     g = _geometry_of_gradients(operands, junction, dtypes)
-    shared, ready = shared_operands(_of_norm(operands), g)
     pairs = zip(operands.dy, junction.features, strict=True)
     features = [None if d is None else d.shape[d.ndim - axes :] for d, axes in pairs]
     dy, kernel = _side_by_side(operands.dy, features), _side_by_side(operands.kernel, features)
@@ -208,7 +207,7 @@ def _fused_backward(
     one_group = g.groups == 1
     sums = [name for name in COLUMNS if getattr(dtypes, name) is not None and not (one_group and name == "offset")]
     named_sums = tuple(f"d{name}" for name in sums)
-    constants = _constants(g, shared, n)
+    constants = _constants(g, n)
 
     def float32(wanted: object, *shape: int) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct(shape, jnp.float32) if wanted else None
@@ -219,7 +218,7 @@ def _fused_backward(
     results = g.results(dtypes._replace(kernel=None, bias=None))
     row_programs, parts = plan.row_programs, plan.parts
     splits, programs = plan.splits, plan.programs
-    given = {**pointed(kernels.backward_kernel, ready), "dy": dy, "kernel": kernel}
+    given = {**pointed(kernels.backward_kernel, _of_norm(operands)), "dy": dy, "kernel": kernel}
     needs_dbias = wants_dbias or (one_group and (dtypes.offset or (wants_dkernel and operands.offset is not None)))
     rows = g.groups * g.rows
     row_sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
@@ -238,12 +237,12 @@ def _fused_backward(
             row_sums = launch(target, kernels.row_sums_kernel, of_rows | read, of_sums, PARTS=parts, **constants, **how)
         else:
             assert kernel is not None
-            weight = _weight(ready.scale, kernel, g) if centres else None
+            weight = _weight(operands.scale, kernel, g) if centres else None
             read = {"product": _side_by_side(operands.product, features), "weight": weight}
             of_weight = {name: a for name, a in constants.items() if name != "NORM"}
             of_weight["SHARES"] = None if weight is None else weight.shape[1]
-            if ready.scale is None and g.groups > 1:
-                of_weight["SHARED"] = (*shared, "scale")
+            if operands.scale is None and g.groups > 1:
+                of_weight["SHARED"] = ("scale",)
             row_sums = launch(target, kernels.row_sums_of_product_kernel, of_rows | read, of_sums, **of_weight, **how)
     elif needs_dbias:
         row_sums["dbias"] = norms.column_shares(dy.reshape(rows, n), jnp.float32)
@@ -330,13 +329,13 @@ def _weight(scale: jax.Array | None, kernel: jax.Array, g: Geometry) -> jax.Arra
     return jnp.sum(scaled.reshape(len(s), -1, size, kernel.shape[1]), axis=2)  # (38)
 
 
-def _constants(g: Geometry, shared: Any, n: int) -> dict[str, Any]:
+def _constants(g: Geometry, n: int) -> dict[str, Any]:
     """The constexprs that the fused kernels take."""
     return {
         "compute": jnp.dtype("float32"),
         "H": g.h,
         "N": n,
-        "SHARED": None if g.groups == 1 else shared,
+        "SHARED": None if g.groups == 1 else (),
         "BLOCK_N": tiles.features(n),
         "NORM": g.norm.switches,
     }
