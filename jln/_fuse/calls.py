@@ -10,13 +10,11 @@ import jax.numpy as jnp
 
 from jln import _operators
 from jln._fuse.certificate import Constants
-from jln._fuse.eight_bits import made_again
 from jln._fuse.graph import Value
 from jln._fuse.junctions import Addition, Junction
 from jln._fuse.linears import Linear
 from jln._fuse.norms import Norm
 from jln._fuse.regions import Parameter, peeled, plus
-from jln._operators.eight_bits import Made, Quantized
 
 OPERATORS = {name: getattr(_operators, name) for name in _operators.__all__}
 
@@ -74,20 +72,13 @@ class Call:
         return [a for a in flat if isinstance(a, Operand)]
 
     def __call__(self, *arrays: Any) -> Any:
-        return OPERATORS[self.name](**self._given(arrays), **self.options)
-
-    def again(self, made: Made, *arrays: Any) -> Any:
-        """The norm's result, made again in backward of the kept statistics."""
-        return made_again(made, **self._given(arrays), **self.options)
-
-    def _given(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """The operator's arguments, of the inputs' arrays."""
         ready = {id(a): a.of(array) for a, array in zip(self._leaves(), arrays, strict=True)}
 
         def read(a: Any) -> Any:
             return ready[id(a)] if isinstance(a, Operand) else a
 
-        return {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self._operands.items()}
+        given = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self._operands.items()}
+        return OPERATORS[self.name](**given, **self.options)
 
 
 def _is_several(a: Any) -> bool:
@@ -191,8 +182,7 @@ def results_of(
         ys = [_turned(y, p) for y, p in zip(ys, linears, strict=True)]
     else:
         is_reshaped = junction is not None and norm.x is not junction.total
-        ys = [ys] if not isinstance(ys, Made) else [ys, *(y for y in ys.ways if not isinstance(y, Quantized))]
-        ys = [y.reshape(norm.y.shape) if is_reshaped and not isinstance(y, Made) else y for y in ys]
+        ys = [ys.reshape(norm.y.shape) if is_reshaped else ys]
     return ys if total is None else [*ys, total]
 
 

@@ -104,14 +104,13 @@ class Graph:
     nodes: the equations in the program's order. inputs, outputs: the values that are its arguments and results.
     """
 
-    def __init__(self, program: ClosedJaxpr, with_functions: bool = False):
+    def __init__(self, program: ClosedJaxpr):
         self.nodes: list[Node] = []
         self.inputs = [Value(v.aval) for v in program.jaxpr.invars]
         self._numbers: dict[Any, Value] = {}
         self._known: dict[Any, Node] = {}
         self._replaced: dict[Value, Node] = {}
         self._last_effect: Node | None = None
-        self._with_functions = with_functions  # whether functions with their own derivative are inlined
         self._reads_ahead = False  # whether a call reads what the program makes behind what the call replaces
         self.outputs = self._added(program.jaxpr, program.consts, self.inputs)
         self._results = {*self.outputs}
@@ -131,9 +130,6 @@ class Graph:
             if is_plain_jit(equation):
                 inner = equation.params["jaxpr"]
                 results = self._added(inner.jaxpr, inner.consts, operands, (*within, equation))
-            elif self._with_functions and equation.primitive.name == "custom_vjp_call" and not equation.effects:
-                inner = equation.params["call_jaxpr"]
-                results = self._added(inner.jaxpr, inner.consts, operands, within)
             else:
                 results = self._node(equation, operands, within).outputs
             values |= dict(zip(equation.outvars, results, strict=True))
@@ -219,49 +215,37 @@ class Graph:
     def run(
         self,
         arrays: Mapping[Value, Any],
-        results_of: Callable[[Node, list[Any]], Sequence[Any]] | None = None,
-        outputs: Sequence[Value] | None = None,
+        results_of: Callable[[Node, list[Any]], Sequence[Any]],
     ) -> list[Any]:
         """The program's results.
 
         arrays: those of its inputs. results_of: a function from a node and its operands to the node's results.
-        outputs: the values to compute in the place of the results; then no effects take place.
         """
         values = {**arrays}
-        results_of = results_of or _results_of
 
         def read(v: Value) -> Any:
             return v.constant if v.constant is not None else values[v]
 
-        for node in self.schedule(outputs):
+        for node in self.schedule():
             results = results_of(node, [read(v) for v in node.inputs])
             if node.hands_on is not None:
                 *results, values[node.hands_on] = results
             for v, a in zip(node.outputs, results, strict=True):
                 values.setdefault(v, a)
-        return [read(v) for v in (self.outputs if outputs is None else outputs)]
+        return [read(v) for v in self.outputs]
 
-    def needed(self, values: Sequence[Value]) -> tuple[set[Node], list[Value]]:
-        """The nodes that run for these values, and those of the inputs that they read."""
-        nodes, read, stack = set[Node](), set[Value](), [*values]
-        while stack:
-            value = stack.pop()
-            read.add(value)
-            node = self.maker(value)
-            if node is not None and node not in nodes:
-                nodes.add(node)
-                stack += node.inputs
-        return nodes, [v for v in self.inputs if v in read]
+    def schedule(self) -> list[Node]:
+        """The nodes that the results and the effects need, each behind what it reads, else in the program's order.
 
-    def schedule(self, outputs: Sequence[Value] | None = None) -> list[Node]:
-        """The nodes to run, each behind what it reads, otherwise in the program's order.
-
-        They are those that the results and the effects need; or these values alone. A call may read what is made later
-        than what it replaces, such as a parameter.
+        A call may read what is made later than what it replaces, such as a parameter.
         """
-        effects = {n for n in self.nodes if n.equation.effects and outputs is None}
-        values = [*(self.outputs if outputs is None else outputs), *(v for n in effects for v in n.inputs)]
-        needed = self.needed(values)[0] | effects
+        needed = {n for n in self.nodes if n.equation.effects}
+        stack = [*self.outputs, *(v for n in needed for v in n.inputs)]
+        while stack:
+            node = self.maker(stack.pop())
+            if node is not None and node not in needed:
+                needed.add(node)
+                stack += node.inputs
         order: dict[Node, None] = {}
         for written in self.nodes:
             for node in (written, *(self._replaced[v] for v in written.outputs if v in self._replaced)):
@@ -298,10 +282,6 @@ def is_plain_jit(equation: Any) -> bool:
         and not any(params["donated_invars"])
         and not params.get("compiler_options_kvs")
     )
-
-
-def _results_of(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
-    return bound(node.equation, operands) if node.call is None else node.call(*operands)
 
 
 def bound(equation: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> Sequence[Any]:

@@ -7,11 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
-from jln._fuse.calls import Call, Operand, Options, call_of, results_of
+from jln._fuse.calls import Operand, Options, call_of, results_of
 from jln._fuse.certificate import Constants
-from jln._fuse.eight_bits import EightBits, eight_bits_of
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
@@ -46,7 +43,11 @@ _ELEMENTWISE = {
 # with a sum in front and a square behind move 472 MB, with an operator 814. A LayerNorm's operator is better all the
 # same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is with norms of queries and keys in front of a rotation:
 # with operators there two blocks of a Llama would move 13.43 GB for 13.34, of Gemma 3 12.63 for 12.54.
-_IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads XLA makes better, with what is behind"
+# And so it is where products read eight bits of it, which XLA makes in one kernel with an RMSNorm: by Flax's operators
+# two of 8192 x 4096 move 1848 MB so, 1850 with the norm's operator, and behind a LayerNorm 2521 and 1854. Forward alone
+# the LayerNorm's operator moves more, 604 MB for 537 (`pytest -n0 -s tests/program/test_fuse_in_eight_bits.py`).
+_IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads in its own dtype XLA makes better, with what is behind"
+_IS_BETTER_ALL_THE_SAME = "no product reads it in its own dtype, and a LayerNorm's operator is better all the same"
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
 # better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
 # backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
@@ -93,6 +94,33 @@ def _parameters(norm: Norm, junction: Junction | None) -> list[Parameter]:
     return [p for p in parameters if isinstance(p, Parameter)]
 
 
+def _is_read_by_a_product(graph: Graph, y: Value) -> bool:
+    """True of a result, and where a product reads the value, its copy or its reshape, or what is not known."""
+    if graph.is_result(y):
+        return True
+    for node in y.readers:
+        if node.operation in ("convert_element_type", "reshape", "transpose"):
+            if not _is_quantised(node.output) and _is_read_by_a_product(graph, node.output):
+                return True
+        elif node.operation not in _ELEMENTWISE and not _quantises(node, y):
+            return True
+    return False
+
+
+def _quantises(node: Node, y: Value) -> bool:
+    """True of a function with its own derivative whose products read the value in eight bits or fewer alone."""
+    if node.operation != "custom_vjp_call":
+        return False
+    body = Graph(node.params["call_jaxpr"])
+    operands = [a for a, v in zip(body.inputs, node.inputs, strict=True) if v is y]
+    values = [*body.inputs, *(v for n in body.nodes for v in n.outputs)]
+    return any(map(_is_quantised, values)) and not any(_is_read_by_a_product(body, a) for a in operands)
+
+
+def _is_quantised(value: Value) -> bool:
+    return value.dtype.itemsize == 1 and value.dtype != bool
+
+
 class _Rewriting:
     def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
         self.graph, self.options, self.constants = graph, options, constants
@@ -114,18 +142,6 @@ class _Rewriting:
                 totals.add(junction.total)
                 self.junctions[norm.y] = junction
         self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}
-        self.eight_bits: dict[Value, EightBits] = {}
-        self.why_not_in_eight_bits: dict[Value, str] = {}
-        taken: set[Node] = set()  # functions that read another norm in eight bits, too
-        may_be_read = not options.linears and not options.is_checkpointed
-        for norm in () if options.forward_mode else by_kernels:
-            found = eight_bits_of(graph, norm, constants, may_be_read)
-            functions = {r.node for r in found.readers if r.node is not None} if isinstance(found, EightBits) else set()
-            if isinstance(found, EightBits) and not taken & functions:
-                self.eight_bits[norm.y] = found
-                taken |= functions
-            elif isinstance(found, str):
-                self.why_not_in_eight_bits[norm.y] = found
         self.decided = [(n, self._why_left(n)) for n in norms if n.y not in self.in_front]
 
     def _why_left(self, norm: Norm) -> str | None:
@@ -134,7 +150,7 @@ class _Rewriting:
         is_in_front = junction is not None and junction.in_front is not None
         if why := _without_kernels(norm):
             return why
-        if norm.centres or norm.z is not None or is_in_front or norm.y in self.eight_bits:
+        if norm.centres or norm.z is not None or is_in_front:
             return None
         if options.is_checkpointed:
             if options.keeps_products:
@@ -143,7 +159,7 @@ class _Rewriting:
                 is_better = junction is not None or self._hands_on(norm)
             if not is_better:
                 return _IS_MADE_AGAIN
-        if self.graph.is_result(norm.y) or self._is_read_by_a_product(norm.y):
+        if _is_read_by_a_product(self.graph, norm.y):
             return None
         if junction is None and addition_of(self.graph, norm, self.constants) is not None:
             return None
@@ -155,16 +171,6 @@ class _Rewriting:
         can = self.options.is_checkpointed and norm.z is None and norm.x.constant is None and is_alone
         return can and self.graph.is_read_beside(norm.x, norm.y)
 
-    def _is_read_by_a_product(self, y: Value) -> bool:
-        """True where a product reads the value, its copy or its reshape, or an equation of which nothing is known."""
-        for node in y.readers:
-            if node.operation in ("convert_element_type", "reshape", "transpose"):
-                if self.graph.is_result(node.output) or self._is_read_by_a_product(node.output):
-                    return True
-            elif node.operation not in _ELEMENTWISE:
-                return True
-        return False
-
     def _reads_total(self, norm: Norm, junction: Junction) -> bool:
         """True where a parameter is made of the sum itself."""
         return any(self.graph.depends(p.source, [junction.total]) for p in _parameters(norm, junction))
@@ -173,13 +179,8 @@ class _Rewriting:
         findings = [finding for norm, why in self.decided if why is None for finding in self._replaced(norm)]
         for norm, why in self.decided:
             if why is not None and norm.y.maker is not None:
-                findings.append(Finding(None, (), self._remark(norm, why), norm.y.maker, norm.x))
+                findings.append(Finding(None, (), why, norm.y.maker, norm.x))
         return findings
-
-    def _remark(self, norm: Norm, why: str) -> str:
-        """The remark, and why the norm's kernel makes no eight bits, where something near does."""
-        why_not = self.why_not_in_eight_bits.get(norm.y)
-        return "; ".join(filter(None, (why, why_not and f"not in eight bits: {why_not}")))
 
     def _replaced(self, norm: Norm) -> list[Finding]:
         junction = self.junctions.get(norm.y)
@@ -191,14 +192,13 @@ class _Rewriting:
         linears, why = self._linears(norm, junction, addition)
         if why and addition is None and self._keeps_nothing_for_products(norm):
             why += ": the Linears behind it keep what the norm read"
+        if not why and norm.centres and addition is None and not _is_read_by_a_product(self.graph, norm.y):
+            why = _IS_BETTER_ALL_THE_SAME
         hands_on = junction is None and self._hands_on(norm)
         call = call_of(
             norm, junction, addition, self.options, self.constants, has_linears=bool(linears), hands_on=hands_on
         )
-        made = self._quantised(norm, junction, call)
         results = [norm.y] if addition is None else [addition.y]
-        if made is not None:
-            results = [made, norm.y] if self.eight_bits[norm.y].is_read else [made]
         if linears:
             kernels = tuple(Operand(p.kernel, axis_in_front=p.axis) for p in linears)
             biases = tuple(None if p.bias is None else Operand(p.bias.source, p.bias.shape) for p in linears)
@@ -209,38 +209,14 @@ class _Rewriting:
         finish = functools.partial(results_of, call, norm, junction, linears, hands_on)
         node = norm.y.maker
         assert node is not None
-        finding = Finding(call.name, call.names, self._remark(norm, why), node, norm.x)
+        finding = Finding(call.name, call.names, why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
-
-    def _quantised(self, norm: Norm, junction: Junction | None, call: Call) -> Value | None:
-        """The norm's result in eight bits, which the call is to make, and its readers are to read; None of no such."""
-        found = self.eight_bits.get(norm.y)
-        if found is None or any(v.dtype == jnp.float64 for v in call.inputs()):
-            return None
-        outputs = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]
-        outputs += [] if junction is None else [junction.total]
-        if any(self.graph.depends(v, outputs) for v in found.inputs):  # since other calls have taken their places, too
-            return None
-        made = Value(norm.y.aval, norm.y.maker)  # a `Made` in the place of an array
-        if found.is_read:
-            found.put_into(self.graph, made, lambda _, y: y, [norm.y])
-        else:
-            again = call_of(norm, None, None, self.options, self.constants)
-            found.put_into(self.graph, made, again.again, again.inputs())
-            del call.options["dtype"]
-        if found.inputs:
-            argument = Value(found.inputs[0].aval)  # what `quantize=` takes, in the place of an array
-            self.graph.replace([argument], found.inputs, lambda *arrays: [found.quantize(*arrays)])
-            call.give(quantize=Operand(argument))
-        else:
-            call.give(quantize=found.quantize())
-        return made
 
     def _keeps_nothing_for_products(self, norm: Norm) -> bool:
         """Have the products of a norm that is kept make it again in backward, and say whether they do."""
         options = self.options
-        if options.is_checkpointed or options.forward_mode or norm.y in self.eight_bits:
+        if options.is_checkpointed or options.forward_mode:
             return False
         if not (products := products_of(self.graph, norm.y)):
             return False
@@ -252,7 +228,7 @@ class _Rewriting:
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""
         remat = self.options.remat and (junction is None or junction.in_front is None)
-        if not (self.options.linears or remat) or norm.y in self.eight_bits:
+        if not (self.options.linears or remat):
             return [], ""
         if norm.z is not None or addition is not None:
             return [], "its operator has no Linears"

@@ -14,7 +14,7 @@ heads in front of H, are as vmap's, but every operand has their sizes.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
@@ -74,8 +74,7 @@ class Arrays(NamedTuple):
     has no sum of what they pull back, but its summands: dy, dy2 and dy3.
 
     y in eight bits is y / y_scale, whose y_max are the largest |y| of rows, or has a block_scale for every 32 elements.
-    It has no cotangent: carrier is zero, and has that of the y that was rounded. y2 and y3 are the same y once more,
-    each by a scale of its own, or as it is.
+    It has no cotangent: carrier is zero, and has that of the y that was rounded.
     """
 
     x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=("x_scale", *_U))] = None
@@ -92,8 +91,6 @@ class Arrays(NamedTuple):
     kernel: Annotated[Any, _operand(Shape.KERNEL, "dy", *_X_HAT, "scale", "offset", "y_scale")] = None
     bias: Annotated[Any, _operand(Shape.BIAS, "dy")] = None
     y: Annotated[Any, Array(Shape.ROW, (*_Y, "kernel", "bias", "y_scale"))] = None
-    y2: Annotated[Any, Array(Shape.ROW, (*_Y, "y2_scale"))] = None
-    y3: Annotated[Any, Array(Shape.ROW, (*_Y, "y3_scale"))] = None
     y_max: Annotated[Any, Array(Shape.NUMBER, _Y)] = None
     block_scale: Annotated[Any, Array(Shape.BLOCK, _Y)] = None
     total: Annotated[Any, Array(Shape.ROW, _SUM)] = None
@@ -107,8 +104,6 @@ class Arrays(NamedTuple):
     dy3: Annotated[Any, Array(Shape.ROW)] = None
     dtotal: Annotated[Any, Array(Shape.ROW)] = None
     y_scale: Annotated[Any, Array(Shape.ONE)] = None
-    y2_scale: Annotated[Any, Array(Shape.ONE)] = None
-    y3_scale: Annotated[Any, Array(Shape.ONE)] = None
     carrier: Annotated[Any, Array(Shape.ROW)] = None
 
     @property
@@ -134,8 +129,6 @@ KEPT = tuple(name for name, array in TABLE.items() if array.is_kept)
 COLUMNS = tuple(name for name in OPERANDS if TABLE[name].shape is Shape.COLUMN)
 
 
-# The ways in which y may be a result, and the scales by which it is divided.
-SCALE_OF = {"y": "y_scale", "y2": "y2_scale", "y3": "y3_scale"}
 BLOCK = 32  # the elements of a row that have one scale in the OCP's microscaling formats
 
 
@@ -200,10 +193,7 @@ class Junction:
     precision: of the products, as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has.
     in_one: whether norm and products are one operation, as `few_features` says.
     eight_bits: "one" of a y, or with Linears z, in eight bits with one scale, "blocks" of one with a scale for each
-      block, "rows" of a y with one for each block along the rows, else "". more: the dtypes of y2 and y3.
-      gives_statistics: whether mean and rstd are results. by_cudnn: whether cuDNN multiplies blocks where a program
-      runs on an NVIDIA GPU. scale_of: a function from the largest |y| to the one scale, if that is not the dtype's
-      largest number's.
+      block, else "". by_cudnn: whether cuDNN multiplies blocks where a program runs on an NVIDIA GPU.
     """
 
     norm: Norm
@@ -214,10 +204,7 @@ class Junction:
     features: tuple[int, ...] = ()
     in_one: bool = False
     eight_bits: str = ""
-    more: tuple[str, ...] = ()
-    gives_statistics: bool = False
     by_cudnn: bool = False
-    scale_of: Callable[[Any], Any] | None = None
 
     @property
     def quantises(self) -> bool:

@@ -20,14 +20,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
 from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, varying_together
-from jln._junction import along_rows as of_rows
 from jln._junction import arrays, formulas, gradients
-from jln._junction.arrays import KEPT, SCALE_OF, TABLE, Arrays, Junction, Norm, Shape
-from jln._junction.eight_bits import LARGEST_EXPONENT, largest
+from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
+from jln._junction.eight_bits import largest
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
 from jln._junction.linears.tiles import keeps_product
-from jln._junction.operations import along_rows, backward, backward_in_one, forward, forward_in_one, norms_by, rows_of
+from jln._junction.operations import backward, backward_in_one, forward, forward_in_one, norms_by, rows_of
 from jln._junction.vmaps import sum_examples_as_rows
 from jln.reference import _junction, _Norm
 
@@ -58,57 +57,24 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
 
 
 def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
-    """The norm's results with y in eight bits, its block_scale, or the scales and y_max, of all rows.
-
-    y2 and y3 are beside it, in the dtypes of the junction's `more`.
-    """
-    if junction.eight_bits == "rows":
-        return _in_blocks_of_rows(junction, operands, dtypes)
+    """The norm's results with y in eight bits, and its block_scale, or the scale and y_max of all rows."""
     norm, by = junction.norm, functools.partial(forward, implementation=junction.implementation)
-    ways = Arrays(y=junction.y_dtype, **dict(zip(("y2", "y3"), junction.more, strict=False)))
-    in_blocks = junction.eight_bits == "blocks"
-    has_scales = not in_blocks or any(a is not None for a in operands.only(SCALE_OF.values()))
-    wanted = dtypes._replace(**ways.present(), y_max="float32" if has_scales else None)
-    if in_blocks:
-        norm = dataclasses.replace(norm, blocks=junction.y_dtype)
-        wanted = wanted._replace(block_scale="uint8")
-    if in_blocks or operands.y_scale is not None:
-        outcome = by(operands, norm, wanted)
-        amax = largest(outcome.y_max) if has_scales else None
-    else:
-        first = by(operands, norm, wanted._replace(**dict.fromkeys(ways.present())))
-        amax = largest(first.y_max)
-        scale = _scale_of(amax, junction)
-        operands = operands._replace(y_scale=jnp.broadcast_to(scale, norm.sizes(Shape.ONE, operands.x.shape, 0)))
-        again, of_total = operands, norm
-        if first.total is not None:
-            again = operands.only(("scale", "offset", *SCALE_OF.values()))._replace(x=first.total)
-            of_total = dataclasses.replace(norm, both_sides=False)
-        outcome = first._replace(**by(again, of_total, ways).present())
-    scales = {name: jnp.max(a) for name, a in operands.only(SCALE_OF.values()).present().items()}
-    return outcome._replace(y_max=amax, **scales)  # of examples, all of whose scales are one
-
-
-def _in_blocks_of_rows(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
-    """The norm's results with y in eight bits and its block_scale, along the rows, in two operations."""
-    assert junction.y_dtype is not None
-    norm, statistics = junction.norm, ("mean", "rstd")
-    how: dict[str, Any] = {"implementation": junction.implementation}
-    wanted = arrays.statistics_dtypes(operands, norm, statistics).present()
-    outcome = forward(operands, norm, dtypes._replace(y=None, **wanted), **how)
-    of_y = operands.only(("x", "x_z", "z", "scale", "offset", "added"))._replace(**outcome.only(statistics).present())
-    of_y = of_y if outcome.total is None else of_y._replace(x=outcome.total)
-    by, settings = functools.partial(along_rows, **how), of_rows.AlongRows(norm, transposed=False)
-    values, scale = of_rows.in_blocks_of_rows(by, of_y, settings, junction.y_dtype)
-    return outcome._replace(y=values, block_scale=scale)
-
-
-def _scale_of(amax: jax.Array, junction: Junction) -> jax.Array:
-    """The one scale of a y whose largest magnitude is amax."""
-    if junction.scale_of is not None:
-        return jnp.asarray(junction.scale_of(amax), amax.dtype)
+    dtypes = dtypes._replace(y=junction.y_dtype)
+    if junction.eight_bits == "blocks":
+        return by(operands, dataclasses.replace(norm, blocks=junction.y_dtype), dtypes._replace(block_scale="uint8"))
+    dtypes = dtypes._replace(y_max="float32")
+    if operands.y_scale is not None:
+        outcome = by(operands, norm, dtypes)
+        return outcome._replace(y_max=largest(outcome.y_max), y_scale=jnp.max(operands.y_scale))  # all are one
+    outcome = by(operands, norm, dtypes._replace(y=None))
+    amax = largest(outcome.y_max)
     scale = amax / float(jnp.finfo(junction.y_dtype).max)
-    return jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)
+    scale = jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)
+    again = operands._replace(y_scale=jnp.broadcast_to(scale, norm.sizes(Shape.ONE, operands.x.shape, 0)))
+    if outcome.total is not None:
+        again = again.only(("scale", "offset", "y_scale"))._replace(x=outcome.total)
+        norm = dataclasses.replace(norm, both_sides=False)
+    return outcome._replace(y=by(again, norm, Arrays(y=junction.y_dtype)).y, y_max=amax, y_scale=scale)
 
 
 def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:
@@ -116,19 +82,14 @@ def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:
     if junction.quantises:
         dtypes = [a.dtype for a in (operands.x, operands.added) if a is not None]
         carrier = jnp.zeros(outcome.y.shape, functools.reduce(jnp.promote_types, dtypes))
-        results = outcome.only((*SCALE_OF, *SCALE_OF.values(), "y_max", "block_scale", *_given(junction)))
+        results = outcome.only(("y", "y_scale", "y_max", "block_scale"))
         return results._replace(total=total, carrier=varying_together((carrier, outcome.y))[0])
     amax = outcome.y_max if operands.y_scale is not None else None
     return Arrays(y=outcome.y, total=total, y_max=amax)
 
 
 def _value(junction: Junction, operands: Arrays) -> Arrays:
-    return _results(junction, operands, _outcome(junction, operands, _given(junction)))
-
-
-def _given(junction: Junction) -> set[str]:
-    """The names of the statistics that are results."""
-    return {"mean", "rstd"} if junction.gives_statistics else set()
+    return _results(junction, operands, _outcome(junction, operands, set()))
 
 
 def _differ(norm: Norm, operands: Arrays) -> bool:
@@ -153,10 +114,9 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     """
     reads = _reads(junction, operands, wanted)
     of_all = _reads(junction, operands, jax.tree.map(lambda a: a.dtype.name, operands))
-    outcome = _outcome(junction, operands, reads | _given(junction))
+    outcome = _outcome(junction, operands, reads)
     if junction.quantises:
-        once = {name: _differentiated_once(getattr(outcome, name)) for name in _in_eight_bits(junction)}
-        outcome = outcome._replace(**once)
+        outcome = outcome._replace(y=_differentiated_once(outcome.y))
     total = operands.x if outcome.total is None else outcome.total
     there = operands._replace(total=total, y_scale=outcome.y_scale)
     there = there._replace(**named_statistics(outcome.only(KEPT).present()))
@@ -184,21 +144,14 @@ def _refused(*_: Any) -> Any:
     raise TypeError("gradients that go straight through eight bits have no derivatives")
 
 
-def _in_eight_bits(junction: Junction) -> list[str]:
-    """The names of the results that are y in eight bits."""
-    dtypes = zip(SCALE_OF, (junction.y_dtype, *junction.more), strict=False)
-    return [name for name, dtype in dtypes if dtype in LARGEST_EXPONENT]
-
-
 def _gradients(junction: Junction, saved: Arrays, cotangents: Arrays, wanted: Arrays) -> Arrays:
     if junction.quantises:
-        if any(getattr(cotangents, name) is not None for name in _in_eight_bits(junction)):
+        if cotangents.y is not None:
             raise TypeError(
                 "the values of a result in eight bits have no derivative: differentiate its dequantized(), or a "
                 "custom_vjp function whose cotangent of values is None, and of the carrier that of the numbers"
             )
-        of_y = [d for d in (cotangents.carrier, cotangents.y2, cotangents.y3) if d is not None]
-        cotangents = Arrays(y=functools.reduce(jnp.add, of_y) if of_y else None, total=cotangents.total)
+        cotangents = Arrays(y=cotangents.carrier, total=cotangents.total)
     return _pulled_back(cotangents, saved, junction, wanted, 0)
 
 

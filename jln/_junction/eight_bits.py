@@ -9,8 +9,6 @@ one for each block of 32 elements, E, a power of two as in the microscaling form
     (52) E     = 2^max(e - p, -127), with the e that has max_h |y_mh| / 2^e in (7/8, 7/4], over the block's h
     (53) q     = y / E, as in (50), rounded
 
-For a product that sums over rows a block is 32 rows m of one h (`jln._junction.along_rows`).
-
 So E is the least power of two with no |y| above Q * E, as cuDNN and `jax.nn.scaled_dot_general` choose it; the
 specification's own example takes the power of two below max |y|, times 2^-p, and saturates the block's largest. A block
 with an infinity or a NaN has the scale NaN, of which nothing is told but that q is no number either where y is none.
@@ -22,7 +20,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jln._junction.arrays import BLOCK, SCALE_OF, Arrays, Norm
+from jln._junction.arrays import BLOCK, Arrays, Norm
 
 LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}  # p of (52)
 
@@ -42,15 +40,13 @@ def largest(y: Array, axis: int | None = None) -> Array:
 
 
 def in_eight_bits(y: Array, operands: Arrays, norm: Norm, dtypes: Arrays) -> Arrays:
-    """Terms (50) to (53) of y in float32, those that `dtypes` asks for. Without a scale y, y2 or y3 is y as it is."""
-    made = dict.fromkeys(SCALE_OF, y)
-    for name, of in SCALE_OF.items():
-        scale, dtype = getattr(operands, of), getattr(dtypes, name)
-        if scale is not None and dtype is not None:
-            made[name] = by_scale(y, scale, dtype)
+    """Terms (50) to (53) of y in float32, those that `dtypes` asks for. Without a scale y is y as it is."""
+    y_max, block_scale = None if dtypes.y_max is None else largest(y, norm.axis), None  # (51)
     if norm.blocks:
-        made["y"], made["block_scale"] = by_block_scales(y, norm.blocks, y.ndim - 1)
-    return Arrays(**made, y_max=None if dtypes.y_max is None else largest(y, norm.axis))  # (51)
+        y, block_scale = by_block_scales(y, norm.blocks, y.ndim - 1)
+    elif operands.y_scale is not None and dtypes.y is not None:
+        y = by_scale(y, operands.y_scale, dtypes.y)
+    return Arrays(y=y, y_max=y_max, block_scale=block_scale)
 
 
 def by_scale(y: Array, scale: Array, dtype: str) -> Array:

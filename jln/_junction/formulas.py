@@ -112,7 +112,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jln._junction.arrays import SCALE_OF, Arrays, Norm
+from jln._junction.arrays import Arrays, Norm
 from jln._junction.eight_bits import LARGEST_EXPONENT, in_eight_bits
 
 _MANY_ROWS = 4096
@@ -331,7 +331,7 @@ def forward_of_two(
     total = sum_fence(total)  # (33)
     behind, wanted = Arrays(), dtypes._replace(total=None, x_mean=None, x_rstd=None)
     if jax.tree.leaves(wanted):
-        of_total = operands.only(("scale", "offset", *SCALE_OF.values()))._replace(x=total)
+        of_total = operands.only(("scale", "offset", "y_scale"))._replace(x=total)
         behind = forward(of_total, dataclasses.replace(norm, blocks=both.blocks), wanted, batch_dims)
     behind = behind._replace(total=total, x_mean=in_front.mean, x_rstd=in_front.rstd)
     return in_dtypes(behind, dtypes, batch)

@@ -11,21 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jln._junction import tiles
+from jln._junction import formulas, tiles
 from jln._junction.arrays import (
     COLUMNS,
     DY,
     OPERANDS,
     RESULTS,
-    SCALE_OF,
     Arrays,
     Norm,
     Shape,
     reads_of_results,
     total_dtype,
 )
-from jln._junction.eight_bits import LARGEST_EXPONENT, in_eight_bits
-from jln._junction.formulas import forward_of_two, in_dtypes
+from jln._junction.eight_bits import LARGEST_EXPONENT
+from jln._junction.formulas import forward_of_two
 from jln._junction.geometry import (
     Geometry,
     element_sizes,
@@ -45,9 +44,8 @@ from jln._triton.tile import ceil_div
 
 def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
     g = geometry_of(operands, norm, batch_dims)
-    rounds = any(getattr(dtypes, name) in LARGEST_EXPONENT for name in SCALE_OF)
-    if rounds and not target.chip.rounds_to_eight_bits:
-        return _composed_in_eight_bits(operands, norm, dtypes, batch_dims, target)
+    if dtypes.y in LARGEST_EXPONENT and not target.chip.rounds_to_eight_bits:
+        return formulas.forward(operands, norm, dtypes, batch_dims)  # by XLA, which rounds in several instructions
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
     moved = element_sizes(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
@@ -83,16 +81,6 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         TOTAL=total,
     )
     return Arrays(**written)
-
-
-def _composed_in_eight_bits(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
-    """The same, with y in float32 by the kernel and in eight bits by XLA."""
-    of_y = dtypes.only((*SCALE_OF, "y_max", "block_scale"))
-    wide = dtypes._replace(**dict.fromkeys(of_y.present()))._replace(y="float32")
-    without_scales = operands._replace(**dict.fromkeys(SCALE_OF.values()))
-    made = forward(without_scales, dataclasses.replace(norm, blocks=""), wide, batch_dims, target)
-    quantised = in_eight_bits(made.y, operands, norm, dtypes)
-    return made._replace(**in_dtypes(quantised, of_y, made.y.shape[:batch_dims]).present())
 
 
 def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:

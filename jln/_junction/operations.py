@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 from jln._core.operation import Operation
-from jln._junction import along_rows as of_rows
 from jln._junction import arrays, formulas, gradients, shapes
 from jln._junction.arrays import TABLE, Arrays, Shape
 from jln._junction.linears import formulas as linears
@@ -23,12 +22,6 @@ def _launches_with_linears():
     from jln._junction.linears import launches
 
     return launches
-
-
-def _launches_along_rows():
-    from jln._junction import launches_along_rows
-
-    return launches_along_rows
 
 
 def _of_features(function: Any) -> Any:
@@ -97,18 +90,7 @@ column_sums: Operation[Arrays, Arrays] = Operation(
 )
 
 
-along_rows: Operation[Arrays, Arrays] = Operation(
-    "jln_norm_along_rows",
-    of_rows.formula,
-    formula_cpu=of_rows.formula_cpu,
-    kernels=kernels(lambda: _launches_along_rows().along_rows),
-    layout=of_rows.layout,
-    rows=rows_of,
-)
-
-
 def norms_by(implementation: str | None) -> linears.Norms:
     """The norm's operations by themselves, for the products around them."""
-    how = {"implementation": implementation}
-    operations = (forward, backward, column_sums, along_rows)
-    return linears.Norms(*(functools.partial(operation, **how) for operation in operations))
+    operations = (forward, backward, column_sums)
+    return linears.Norms(*(functools.partial(operation, implementation=implementation) for operation in operations))

@@ -59,16 +59,6 @@ def forward_tile(h: int, itemsize: int, mixed: bool = False) -> Tile:
     return _tile(1, 256 * per_thread, per_thread // 2)
 
 
-def along_rows(h: int, itemsize: int) -> Tile:
-    """The tile of `along_rows_kernel`: lines of 128 bytes, of columns, and of rows where these lie along the results.
-
-    Each of the warps has a block of a line: 8 threads 16 bytes of it each, of every fourth row. So executed PTX issues
-    for 0.80 of the time in which an H200 moves the bytes, in 16 bits and transposed, where it was 1.24 with rows in
-    their own order.
-    """
-    return Tile(128, min(128 // itemsize, next_power_of_2(h)), 4)
-
-
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan:
     """A plan for dx, dscale and doffset.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jln._core.operation import behind_rows
 from jln._junction.arguments import are_few_rows, written_out
-from jln._junction.arrays import SCALE_OF, TABLE, Arrays, Junction, Shape
+from jln._junction.arrays import TABLE, Arrays, Junction, Shape
 
 
 def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, int] | None:
@@ -26,8 +26,7 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
     rows, numbers, columns = (
         {name for name in names if TABLE[name].shape is shape} for shape in (Shape.ROW, Shape.NUMBER, Shape.COLUMN)
     )
-    has_scales = bool(operands.only(SCALE_OF.values()).present())
-    if junction.eight_bits in ("one", "rows") or has_scales or rows - moved or moved & {"kernel", "bias"}:
+    if junction.eight_bits == "one" or rows - moved or moved & {"kernel", "bias"}:
         return None
     norm, place, written = junction.norm, axes.x, numbers
     h = operands.x.ndim - 1 + norm.axis

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._junction.arguments import Axis, arranged, checked, no_kernels, norm_of
-from jln._junction.arrays import SCALE_OF, Arrays, Junction
+from jln._junction.arrays import Arrays, Junction
 from jln._junction.derivatives import in_plain_jnp, operator
 from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
@@ -47,8 +47,8 @@ def call(
     arrays = checked(arrays, axes, both_sides)
     in_eight_bits: dict[str, Any] = {}
     if quantize is not None:
-        in_eight_bits, scales = settings(quantize, arrays, axes, dtype, forward_mode)
-        arrays = arrays._replace(**scales)
+        in_eight_bits, scale = settings(quantize, arrays, axes, dtype, forward_mode)
+        arrays = arrays._replace(y_scale=scale)
     norm = norm_of(
         arrays,
         axes,
@@ -76,9 +76,6 @@ def call(
     return results if quantize is None or arrays.kernel else Arrays(y=made(results, quantize), total=results.total)
 
 
-_OF_ROWS = (*SCALE_OF, "total", "carrier")
-
-
 @in_one_program(static=3)
 def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, arrays: Arrays) -> Arrays:
     def specs_of_results(specs: Arrays) -> Arrays:
@@ -88,20 +85,11 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         results = Arrays(y=y, total=specs.x if junction.gives_total else None)
         if junction.features:
             return results if specs.y_scale is None else results._replace(y_max=PartitionSpec())
-        if not junction.eight_bits:
-            return results
-        of_rows = PartitionSpec(*specs.x[:-1])
-        results = results._replace(carrier=specs.x, **dict.fromkeys(("y2", "y3")[: len(junction.more)], specs.x))
-        if junction.gives_statistics:
-            results = results._replace(rstd=of_rows, mean=of_rows if junction.norm.switches.subtract_mean else None)
-        scales = dict.fromkeys(specs.only(SCALE_OF.values()).present(), PartitionSpec())
         if junction.eight_bits == "blocks":
-            results = results._replace(block_scale=of_rows)
-        elif junction.eight_bits == "rows":
-            results = results._replace(block_scale=PartitionSpec(*specs.x[:-2], None, specs.x[-1]))
-        else:
-            scales["y_scale"] = PartitionSpec()
-        return results._replace(**scales, y_max=PartitionSpec() if scales else None)
+            return results._replace(carrier=specs.x, block_scale=PartitionSpec(*specs.x[:-1]))
+        if junction.eight_bits == "one":
+            return results._replace(carrier=specs.x, y_scale=PartitionSpec(), y_max=PartitionSpec())
+        return results
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
         given = arranged(arrays, axes, junction.norm, junction.may_be_plain)
@@ -119,7 +107,7 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         if junction.features:
             settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
         results = operator(settled, operands, forward_mode)
-        like_x = results.only(("total",) if junction.features else _OF_ROWS)
+        like_x = results.only(("total",) if junction.features else ("y", "total", "carrier"))
         like_x = jax.tree.map(lambda a: a.reshape(arrays.x.shape), like_x)
         return results._replace(**like_x.present())
 

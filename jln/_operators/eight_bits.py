@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import jax
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jln import _checks
-from jln._junction.arrays import BLOCK, SCALE_OF, TABLE, Arrays, Shape
+from jln._junction.arrays import BLOCK, Arrays
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # whose default typing's has from Python 3.13 on
@@ -42,31 +40,26 @@ class Float8(Kind["Quantized"]):
     Args:
       scale: a number, static or an array; positive and normal in float32. None: of this very result (current scaling),
         whose `amax` a first kernel finds: its operands, or with a residual the sum, are read again then. It is 1 where
-        `amax` is 0, infinite or NaN. A function makes another one of `amax`, float32 `[]`, and of nothing else that is
-        traced: `jln.Float8(lambda amax: jnp.maximum(amax, 1e-12) / 448)`.
+        `amax` is 0, infinite or NaN.
       dtype: float8_e4m3fn or float8_e5m2.
     """
 
-    scale: ArrayLike | Callable[[jax.Array], ArrayLike] | None = None
+    scale: ArrayLike | None = None
     dtype: DTypeLike = dataclasses.field(default=_E4M3, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFloat8(Kind["Quantized"]):
-    """Eight bits with a scale for every 32 elements along the last axis, which is the normalised one, or along rows.
+    """Eight bits with a scale for every 32 elements along the last axis, which is the normalised one.
 
     These are the microscaling formats of the Open Compute Project (version 1.0, 2023). A scale is the least power of
     two with which none of its elements saturates, as cuDNN and `jax.nn.scaled_dot_general` choose it.
 
     Args:
       dtype: float8_e4m3fn or float8_e5m2.
-      axis: -1, or -2 for blocks of 32 rows of a column, as the product reads them that makes a kernel's gradient. One
-        kernel finds the rows' statistics, another reads `x`, or with a residual the sum, again. Not for operators with
-        Linears, which make both for themselves; nor with parameters of examples.
     """
 
     dtype: DTypeLike = _E4M3
-    axis: int = -1
 
 
 Quantize = Float8 | MXFloat8 | None
@@ -77,8 +70,8 @@ class Quantized(NamedTuple):
 
     Attributes:
       values: `x`'s shape, in eight bits.
-      scale: of `Float8` float32 `[]`. Of `MXFloat8` float8_e8m0fnu `[..., H / 32]`, as `jax.nn.scaled_matmul` takes it,
-        or with `axis=-2` `[..., T / 32, H]`; NaN where one of the 32 is infinite or NaN.
+      scale: of `Float8` float32 `[]`. Of `MXFloat8` float8_e8m0fnu `[..., H / 32]`, as `jax.nn.scaled_matmul` takes it;
+        NaN where one of the 32 is infinite or NaN.
       amax: of `Float8` the largest `|y|`, float32 `[]`; NaN if there is one. Of `MXFloat8` None.
       carrier: zeros of `x`'s shape, in the dtype that `y` has without `quantize`. It carries gradients straight
         through: its cotangent is taken for that of `y`. A program in which a product reads the others does not make
@@ -101,7 +94,7 @@ class Quantized(NamedTuple):
         if self.carrier is not None:
             values, scale = jax.lax.stop_gradient((values, scale))
         if self.scale.dtype == jnp.float8_e8m0fnu:
-            scale = jnp.repeat(scale, BLOCK, -1 if scale.shape[-1] != values.shape[-1] else -2)
+            scale = jnp.repeat(scale, BLOCK, -1)
         else:  # [], or with the axes of a loop's examples, which are in front
             scale = jnp.expand_dims(scale, range(scale.ndim, values.ndim))
         numbers = (values.astype(jnp.float32) * scale).astype(dtype)
@@ -116,31 +109,6 @@ def _carried(numbers: jax.Array, carrier: jax.Array) -> jax.Array:
 
 
 _carried.defjvps(None, lambda tangent, numbers, *_: tangent.astype(numbers.dtype))
-
-
-class Made(NamedTuple):
-    """A norm's result in several ways, of one kernel, and what makes it again.
-
-    Attributes:
-      ways: a `Quantized` for each kind, all with one `amax` and one carrier, and the result itself for None.
-      mean, rstd: the statistics of rows, float32 `[..., 1]`; mean is None where none is subtracted. No derivative.
-    """
-
-    ways: tuple[Any, ...]
-    mean: jax.Array | None
-    rstd: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Ways(Kind[Made]):
-    """A result in several ways, as `jln.fuse` asks for it, of a norm over the last axis.
-
-    Args:
-      kinds: up to three. The first is any kind in eight bits but blocks of rows, the others a `Float8` with a scale,
-        or None.
-    """
-
-    kinds: tuple[Float8 | MXFloat8 | None, ...]
 
 
 class Scaled(NamedTuple):
@@ -158,30 +126,8 @@ class Scaled(NamedTuple):
 
 def settings(
     quantize: Any, arrays: Arrays, axes: tuple[int, ...], dtype: Any, forward_mode: bool
-) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """The junction's settings of a result in eight bits, and the scales of all, of x's rank, by name."""
-    if not isinstance(quantize, Ways):
-        settled, scale = _settings(quantize, arrays, axes, dtype, forward_mode)
-        return settled, {} if scale is None else {"y_scale": scale}
-    settled, scales, more = {}, {}, []
-    for name, kind in zip(SCALE_OF, quantize.kinds, strict=False):
-        if kind is None:
-            more.append(jnp.dtype(dtype).name)
-            continue
-        of_kind, scale = _settings(kind, arrays, axes, None, forward_mode)
-        if scale is not None:
-            scales[SCALE_OF[name]] = scale
-        if name == "y":
-            settled = of_kind
-        else:
-            more.append(of_kind["y_dtype"])
-    return settled | {"more": tuple(more), "gives_statistics": True}, scales
-
-
-def _settings(
-    quantize: Any, arrays: Arrays, axes: tuple[int, ...], dtype: Any, forward_mode: bool
 ) -> tuple[dict[str, Any], jax.Array | None]:
-    """The junction's y_dtype, eight_bits and scale_of, and the scale of all, of x's rank."""
+    """The junction's y_dtype and eight_bits, and the scale of all, of x's rank."""
     x = arrays.x
     if not isinstance(quantize, Float8 | MXFloat8):
         raise TypeError(f"quantize must be jln.Float8(...), jln.MXFloat8(...) or None; got {quantize!r}")
@@ -196,15 +142,7 @@ def _settings(
     if name not in ("float8_e4m3fn", "float8_e5m2"):
         raise TypeError(f"the dtype of quantize must be float8_e4m3fn or float8_e5m2; got {name}")
     if isinstance(quantize, Float8):
-        settled: dict[str, Any] = {"y_dtype": name, "eight_bits": "one"}
-        if callable(quantize.scale):
-            return settled | {"scale_of": quantize.scale}, None
-        return settled, _scale_of(quantize.scale, x.ndim)
-    if quantize.axis == -2:
-        _check_blocks_of_rows(arrays, axes)
-        return {"y_dtype": name, "eight_bits": "rows"}, None
-    if not (_checks.is_number(quantize.axis) and quantize.axis == -1):
-        raise ValueError(f"the axis of MXFloat8 must be -1 or -2; got {quantize.axis!r}")
+        return {"y_dtype": name, "eight_bits": "one"}, _scale_of(quantize.scale, x.ndim)
     h = x.shape[-1]
     if axes != (x.ndim - 1,) or h % BLOCK:
         raise ValueError(
@@ -212,20 +150,6 @@ def _settings(
             f"shape {x.shape}"
         )
     return {"y_dtype": name, "eight_bits": "blocks"}, None
-
-
-def _check_blocks_of_rows(arrays: Arrays, axes: tuple[int, ...]) -> None:
-    x = arrays.x
-    if arrays.kernel is not None:
-        raise ValueError("with Linears MXFloat8 has its blocks along what each product sums over; got axis=-2")
-    if axes != (x.ndim - 1,) or x.ndim < 2 or x.shape[-2] % BLOCK:
-        raise ValueError(
-            f"MXFloat8(axis=-2) has a scale for every {BLOCK} rows, of the axis before a last, normalised one; got "
-            f"axes {axes} of x of shape {x.shape}"
-        )
-    for name, a in arrays.present().items():
-        if TABLE[name].shape is Shape.COLUMN and a.shape[-1] == x.shape[-1] and math.prod(a.shape[:-1]) > 1:
-            raise ValueError(f"with MXFloat8(axis=-2) all rows must share the {name}; got shape {a.shape}")
 
 
 def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
@@ -242,19 +166,9 @@ def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
     return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape((1,) * ndim))
 
 
-def made(results: Arrays, quantize: Any) -> Quantized | Made:
+def made(results: Arrays, quantize: Any) -> Quantized:
     """The result as it was asked for."""
-
-    def one(kind: Any, name: str) -> Any:
-        values, scale = getattr(results, name), getattr(results, SCALE_OF[name])
-        if kind is None:
-            return values
-        if isinstance(kind, MXFloat8):
-            scale = jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu)
-            return Quantized(values, scale, None, results.carrier)
-        return Quantized(values, scale, results.y_max, results.carrier)
-
-    if not isinstance(quantize, Ways):
-        return one(quantize, "y")
-    ways = tuple(one(kind, name) for kind, name in zip(quantize.kinds, SCALE_OF, strict=False))
-    return Made(ways, results.mean, results.rstd)
+    scale = results.y_scale
+    if isinstance(quantize, MXFloat8):
+        scale = jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu)
+    return Quantized(results.y, scale, results.y_max, results.carrier)

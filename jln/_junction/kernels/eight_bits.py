@@ -14,49 +14,25 @@ def bits_of(y, mask):
 
 
 @triton.jit
-def scales_of(bits, EXPONENT: tl.constexpr):
-    """The scales of blocks, as biased exponents, from the bits of their largest magnitudes.
-
-    EXPONENT: that of the largest number of the eight bits.
-    """
-    biased = tl.maximum(((bits + 0x1FFFFF) >> 23) - EXPONENT, 0)  # (52): 7/4 carries
-    return tl.where(bits >= 0x7F800000, 255, biased)
-
-
-@triton.jit
-def inverse_of(biased):
-    """The number 1 / scale of a scale's biased exponent."""
-    return ((254 - biased) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def by_block_scales(
     y, mask, block_scale_ptr, start, first, valid,
     H: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Divide the columns from `first` on by the scale of each 32 of a row, and store the scales if they are wanted.
 
-    start: the offsets of the rows' first scales. EXPONENT: as of `scales_of`.
+    start: the offsets of the rows' first scales. EXPONENT: that of the largest number of the eight bits.
     """
     blocks: tl.constexpr = BLOCK_H // 32
     bits = tl.max(tl.reshape(bits_of(y, mask), (BLOCK_ROWS, blocks, 32)), axis=2)
-    biased = scales_of(bits, EXPONENT)
+    biased = tl.maximum(((bits + 0x1FFFFF) >> 23) - EXPONENT, 0)  # (52): 7/4 carries
+    biased = tl.where(bits >= 0x7F800000, 255, biased)  # as biased exponents
     if block_scale_ptr is not None:
         block = first // 32 + tl.arange(0, blocks)
         exists = valid[:, None] & (block < H // 32)[None, :]
         tl.store(block_scale_ptr + (start[:, None] + block[None, :]), biased.to(tl.uint8), mask=exists)
-    inverse = inverse_of(biased)
+    inverse = ((254 - biased) << 23).to(tl.float32, bitcast=True)
     y = tl.reshape(y, (BLOCK_ROWS, blocks, 32)) * inverse[:, :, None]  # (53)
     return tl.reshape(y, (BLOCK_ROWS, BLOCK_H))
-
-
-@triton.jit
-def store_once_more(y, scale_ptr, y_ptr, at, mask):
-    """Store `y` by a scale of its own, or as it is, if it is wanted."""
-    if y_ptr is not None:
-        if scale_ptr is not None:
-            y *= tl.div_rn(1.0, tl.load(scale_ptr))  # (50)
-        tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from jln._junction.kernels.addresses import (
     tile_from,
     tiles_of,
 )
-from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded, store_once_more
+from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded
 from jln._junction.kernels.terms import (
     affine,
     gated,
@@ -102,8 +102,8 @@ def _statistics_of_chunks(
 
 @triton.jit
 def _store_rows(
-    x, mean, rstd, z_ptr, scale, offset, added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
-    y_ptr, y2_ptr, y3_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, first_scale, first, valid,
+    x, mean, rstd, z_ptr, scale, offset, added_ptr, y_scale_ptr,
+    y_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, first_scale, first, valid,
     H: tl.constexpr, BLOCKS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Normalise rows, and store their norm and the rows themselves, each if it is wanted.
@@ -113,14 +113,11 @@ def _store_rows(
     largest = tl.zeros([BLOCK_ROWS], tl.int32)
     if total_ptr is not None:
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
-    is_read = y_ptr is not None or y2_ptr is not None or y3_ptr is not None
-    if is_read or y_max_ptr is not None or block_scale_ptr is not None:
+    if y_ptr is not None or y_max_ptr is not None or block_scale_ptr is not None:
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = normed(x_hat, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
         if y_max_ptr is not None:
             largest = tl.max(bits_of(y, mask), axis=1)  # (51)
-        store_once_more(y, y2_scale_ptr, y2_ptr, at, mask)
-        store_once_more(y, y3_scale_ptr, y3_ptr, at, mask)
         if BLOCKS is not None:
             y = by_block_scales(y, mask, block_scale_ptr, first_scale, first, valid, H, BLOCKS, BLOCK_ROWS, BLOCK_H)
         if y_ptr is not None:
@@ -144,13 +141,9 @@ def forward_kernel(
     offset_ptr,  # [G, H]
     added_ptr,  # [G, rows, H]
     y_scale_ptr,  # [G]
-    y2_scale_ptr,  # [G]
-    y3_scale_ptr,  # [G]
     rows,
     groups,
     y_ptr,  # [G, rows, H]
-    y2_ptr,  # [G, rows, H]
-    y3_ptr,  # [G, rows, H]
     y_max_ptr,  # [G, rows]
     block_scale_ptr,  # [G, rows, H / 32]
     total_ptr,  # [G, rows, H]
@@ -191,8 +184,6 @@ def forward_kernel(
     scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED, HEADS)
     offset_ptr = columns_at(offset_ptr, "offset", group, H, SHARED, HEADS)
     y_scale_ptr = columns_at(y_scale_ptr, "y_scale", group, 1, SHARED, HEADS)
-    y2_scale_ptr = columns_at(y2_scale_ptr, "y2_scale", group, 1, SHARED, HEADS)
-    y3_scale_ptr = columns_at(y3_scale_ptr, "y3_scale", group, 1, SHARED, HEADS)
     y_max_ptr = rows_at(y_max_ptr, "y_max", group, rows, 1, SHARED, HEADS)
     rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED, HEADS)
     mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED, HEADS)
@@ -214,8 +205,6 @@ def forward_kernel(
         of_total_ptr = rows_at(total_ptr, "total", group, rows, H, SHARED, HEADS, base)
         of_added_ptr = rows_at(added_ptr, "added", group, rows, H, SHARED, HEADS, base)
         of_y_ptr = rows_at(y_ptr, "y", group, rows, H, SHARED, HEADS, base)
-        of_y2_ptr = rows_at(y2_ptr, "y2", group, rows, H, SHARED, HEADS, base)
-        of_y3_ptr = rows_at(y3_ptr, "y3", group, rows, H, SHARED, HEADS, base)
         first_scale = start
         of_blocks_ptr = block_scale_ptr
         if block_scale_ptr is not None:
@@ -244,8 +233,8 @@ def forward_kernel(
                 scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
                 offset = load_offset(offset_ptr, column, exists, COMPUTE)
             largest = _store_rows(
-                x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
-                of_y_ptr, of_y2_ptr, of_y3_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask, first_scale, 0, valid,
+                x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr,
+                of_y_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask, first_scale, 0, valid,
                 H, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
             )  # fmt: skip
         else:
@@ -263,9 +252,8 @@ def forward_kernel(
                 scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
                 offset = load_offset(offset_ptr, column, exists, COMPUTE)
                 more = _store_rows(
-                    x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
-                    of_y_ptr, of_y2_ptr, of_y3_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask,
-                    first_scale, first, valid,
+                    x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr,
+                    of_y_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask, first_scale, first, valid,
                     H, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
                 if y_max_ptr is not None:

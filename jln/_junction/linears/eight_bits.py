@@ -24,10 +24,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jln._core.operation import varying_together
-from jln._junction.along_rows import AlongRows, bits_of_largest, in_blocks_of_rows, takes
 from jln._junction.arrays import BLOCK, Arrays, Junction
 from jln._junction.eight_bits import by_block_scales, by_scale, largest
-from jln._junction.formulas import scaled
 from jln._triton.chip import Chip
 
 KERNEL = "float8_e4m3fn"
@@ -77,24 +75,8 @@ def of_rows(dy: Array, features: int, z: Eight, junction: Junction, dtype: Any) 
     return _product(_along_rows(dy, features, COTANGENT[junction.eight_bits], junction), z, junction, dtype)  # (13)
 
 
-def z_along_rows(operands: Arrays, junction: Junction, by: Callable[..., Arrays]) -> Eight:
-    """The norm's result for (13), made of its statistics. by: the operation of `jln._junction.along_rows`.
-
-    Where XLA is asked for, it makes the result where it quantises it, or shares it with that of (11).
-    """
-    assert junction.y_dtype is not None
-    if junction.eight_bits == "blocks" and takes(junction.norm) and junction.implementation != "xla":
-        settings = AlongRows(junction.norm, transposed=junction.by_cudnn)
-        of_norm = operands.only(("scale", "offset", "mean", "rstd"))._replace(x=operands.total)
-        values, scale = in_blocks_of_rows(by, of_norm, settings, junction.y_dtype)
-        axes = range(junction.by_cudnn, values.ndim - 1 + junction.by_cudnn)
-        return Eight(_in_dtype(junction.y_dtype, values), scale, tuple(axes))
-    z = scaled(operands.total, operands.scale, operands.offset, operands.mean, operands.rstd, junction.norm)
-    return z_again(z, operands, junction)
-
-
-def z_again(z: Array, operands: Arrays, junction: Junction) -> Eight:
-    """The norm's result for (13), from the result itself."""
+def z_along_rows(z: Array, operands: Arrays, junction: Junction) -> Eight:
+    """The norm's result, made again, for (13)."""
     assert junction.y_dtype is not None
     scale = None if operands.y_scale is None else operands.y_scale.reshape(())
     return _along_rows(z, 1, junction.y_dtype, junction, scale)
@@ -123,8 +105,16 @@ def quantised(a: Array, axes: tuple[int, ...], dtype: str, junction: Junction, s
         a = a.reshape(*a.shape[:first], n, *a.shape[end:])
         a = jnp.pad(a, [(0, -n % BLOCK if i == first else 0) for i in range(a.ndim)])
         axes = (first,)
-    values, scale = by_block_scales(a, dtype, axes[-1], bits_of_largest)  # (52), (53)
+    values, scale = by_block_scales(a, dtype, axes[-1], _bits_of_largest)  # (52), (53)
     return Eight(_in_dtype(dtype, values), scale, axes)
+
+
+def _bits_of_largest(blocks: Array, axis: int) -> Array:
+    """The bits of the largest magnitude as a number: of bits XLA's GPU backend writes out what is transposed.
+
+    XLA's CPU backend may overlook a NaN here, which is NaN in eight bits, too.
+    """
+    return lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis), jnp.int32)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -94,14 +94,12 @@ Gathered = tuple[tuple[int, norms_in_jnp.MeshAxes], ...]
 class Norms(NamedTuple):
     """The norm between the products, by whatever computes it: functions of (operands, settings, dtypes, batch_dims).
 
-    forward, backward: the norm's two operations, of a `Norm`. column_sums: sums over rows, of a `Junction`. along_rows:
-      as of `jln._junction.along_rows`; None where there are no eight bits.
+    forward, backward: the norm's two operations, of a `Norm`. column_sums: sums over rows, of a `Junction`.
     """
 
     forward: Callable[..., Arrays]
     backward: Callable[..., Arrays]
     column_sums: Callable[..., Arrays]
-    along_rows: Callable[..., Arrays] | None = None
 
 
 IN_JNP = Norms(norms_in_jnp.forward, gradients_in_jnp.backward, column_sums)
@@ -236,12 +234,11 @@ def backward(
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])
     pulled, z = Arrays(), None
-    z_eight: eight_bits.Eight | None = None
-    if junction.eight_bits and z_dtype is not None:
-        z_dtype = "float32" if norm.remat else None  # not rounded to 16 bits in front of eight
-        if not norm.remat:
-            assert norms.along_rows is not None
-            z_eight = eight_bits.z_along_rows(operands, junction, norms.along_rows)
+    if junction.eight_bits and z_dtype is not None:  # not rounded to 16 bits in front of eight
+        z_dtype = "float32" if norm.remat else None
+        if not norm.remat:  # by XLA, where it quantises
+            row = operands.total, operands.scale, operands.offset, operands.mean, operands.rstd
+            z = norms_in_jnp.scaled(*row, norm)
     if needs_dz or z_dtype is not None:
         dz = []
         if needs_dz:
@@ -257,9 +254,8 @@ def backward(
             batch_dims,
             **({"h_axes": h_axes} if h_axes else {}),
         )
-        z = _all_rows(pulled.y, gathered)
-        if junction.eight_bits and z is not None:
-            z_eight = eight_bits.z_again(z, operands, junction)
+        z = z if pulled.y is None else _all_rows(pulled.y, gathered)
+    z_eight = eight_bits.z_along_rows(z, operands, junction) if junction.eight_bits and z is not None else None
 
     doffset = pulled.offset
     dkernel: list[Array | None] = [None] * len(dy)
