@@ -6,7 +6,6 @@ taken out: what a replacement leaves without a reader is not run, and what someo
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,26 +75,6 @@ class Node:
     @property
     def output(self) -> Value:
         return self.outputs[0]
-
-
-class Frontier:
-    """The readers of values that are followed, each once, in the program's order."""
-
-    def __init__(self) -> None:
-        self._queue: list[tuple[int, Node]] = []
-        self._seen: set[Node] = set()
-
-    def follow(self, value: Value) -> None:
-        for reader in value.readers:
-            if reader not in self._seen:
-                self._seen.add(reader)
-                heapq.heappush(self._queue, (reader.position, reader))
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
-
-    def pop(self) -> Node:
-        return heapq.heappop(self._queue)[1]
 
 
 class Graph:

@@ -6,6 +6,7 @@ compute.
 
 from __future__ import annotations
 
+import heapq
 import math
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._fuse.certificate import FLOATS, Constants, only_ones_differ, why_not_analytic
-from jln._fuse.graph import Frontier, Node, Value
+from jln._fuse.graph import Node, Value
 
 # What a region may have: so much of a network is looked at for one norm.
 MOST_RESULTS, MOST_PARAMETERS, MOST_STEPS_BACK = 16, 3, 48
@@ -55,10 +56,17 @@ class Region:
     def _grow(self) -> None:
         if not self._made_of_x(self.statistic.output):
             return
-        frontier = Frontier()
-        frontier.follow(self.statistic.output)
-        while frontier and len(self.candidates) < MOST_RESULTS:
-            node = frontier.pop()
+        queue: list[tuple[int, Node]] = []  # in the program's order
+        seen: set[Node] = set()
+
+        def follow(value: Value) -> None:
+            for reader in {*value.readers} - seen:
+                seen.add(reader)
+                heapq.heappush(queue, (reader.position, reader))
+
+        follow(self.statistic.output)
+        while queue and len(self.candidates) < MOST_RESULTS:
+            node = heapq.heappop(queue)[1]
             why = why_not_analytic(node, self.x.size, self.constants)
             if why is not None:
                 self.blocks.append((node, why))
@@ -70,7 +78,7 @@ class Region:
             if len(parameters) <= MOST_PARAMETERS and sum(p.size == self.x.size for p in parameters) <= 1:
                 if node.output.shape == self.x.shape and node.output.dtype.name in FLOATS:
                     self.candidates.append(node.output)
-                frontier.follow(node.output)
+                follow(node.output)
 
     def _made_of_x(self, value: Value) -> bool:
         """True where the region can compute the value from x; its nodes are then in the region."""

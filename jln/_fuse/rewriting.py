@@ -12,7 +12,7 @@ from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
-from jln._fuse.norms import Miss, Norm, norms_of
+from jln._fuse.norms import Norm, norms_of
 from jln._fuse.regions import Parameter
 from jln._junction.arguments import groups_of
 from jln._junction.linears.tiles import FUSED_FEATURES
@@ -42,18 +42,16 @@ _ELEMENTWISE = {
 # An RMSNorm that no product reads is better left to XLA, which makes one kernel of it and what is behind: 8192 x 4096
 # with a sum in front and a square behind move 472 MB, with an operator 814. A LayerNorm's operator is better all the
 # same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is with norms of queries and keys in front of a rotation:
-# with operators there two blocks of a Llama would move 13.43 GB for 13.34, of Gemma 3 12.63 for 12.54.
-# And so it is where products read eight bits of it, which XLA makes in one kernel with an RMSNorm: by Flax's operators
-# two of 8192 x 4096 move 1848 MB so, 1850 with the norm's operator, and behind a LayerNorm 2521 and 1854. Forward alone
-# the LayerNorm's operator moves more, 604 MB for 537 (`pytest -n0 -s tests/program/test_fuse_in_eight_bits.py`).
+# with operators there two blocks of a Llama would move 13.43 GB for 13.34. And with what products read in eight bits: a
+# step of a Llama with Flax's would move 20.3 GB for 19.8; of a GPT it moves 20.9 for 21.8 (`step_in_eight_bits.py`).
 _IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads in its own dtype XLA makes better, with what is behind"
 _IS_BETTER_ALL_THE_SAME = "no product reads it in its own dtype, and a LayerNorm's operator is better all the same"
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
 # better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
 # backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
 # kept, with operators 58.64, and if products are kept 64.39 and 62.23. Of a GPT, with LayerNorms, they move 50.17 and
-# 45.96, and 56.38 and 50.45 (`benchmarks/fuse_choices.py`).
-_IS_MADE_AGAIN = "in this jax.checkpoint XLA makes an RMSNorm better, inside of what reads it"
+# 45.96, and 56.38 and 50.45 (`benchmarks/fuse_choices.py`); if products are kept and in eight bits, more than as it is.
+_IS_MADE_AGAIN = "in this jax.checkpoint XLA makes the norm better, inside of what reads it"
 
 # Kernels take rows whose elements lie side by side: a ConvNeXt norm, channels first, moves 514 MB by the operator, and
 # 457 as Flax writes it (`python benchmarks/report.py convnext-768`). With other parameters the operator is plain jnp.
@@ -65,12 +63,8 @@ def rewrite(graph: Graph, options: Options) -> list[Finding]:
     """Put calls of operators into the graph, and say what was found."""
     constants = Constants()
     norms, misses = norms_of(graph, constants)
-    rewriting = _Rewriting(graph, norms, options, constants)
-    return [*rewriting.findings(), *map(_missed, misses)]
-
-
-def _missed(miss: Miss) -> Finding:
-    return Finding(None, (), miss.why, miss.node, miss.node.inputs[0], is_chosen=False)
+    left = [Finding(None, (), miss.why, miss.node, miss.node.inputs[0], is_chosen=False) for miss in misses]
+    return [*_Rewriting(graph, norms, options, constants).findings(), *left]
 
 
 def _without_kernels(norm: Norm, junction: Junction | None = None) -> str | None:
@@ -107,6 +101,11 @@ def _is_read_by_a_product(graph: Graph, y: Value) -> bool:
     return False
 
 
+def _is_read_in_eight_bits(graph: Graph, y: Value) -> bool:
+    """True where functions with their own derivatives read the value in eight bits, and no product in its own dtype."""
+    return any(_quantises(node, y) for node in y.readers) and not _is_read_by_a_product(graph, y)
+
+
 def _quantises(node: Node, y: Value) -> bool:
     """True of a function with its own derivative whose products read the value in eight bits or fewer alone."""
     if node.operation != "custom_vjp_call":
@@ -118,7 +117,7 @@ def _quantises(node: Node, y: Value) -> bool:
 
 
 def _is_quantised(value: Value) -> bool:
-    return value.dtype.itemsize == 1 and value.dtype != bool
+    return str(getattr(value.aval, "dtype", "")).startswith(("float8", "float4", "int8", "int4"))
 
 
 class _Rewriting:
@@ -150,6 +149,8 @@ class _Rewriting:
         is_in_front = junction is not None and junction.in_front is not None
         if why := _without_kernels(norm):
             return why
+        if options.keeps_products and _is_read_in_eight_bits(self.graph, norm.y):
+            return _IS_MADE_AGAIN
         if norm.centres or norm.z is not None or is_in_front:
             return None
         if options.is_checkpointed:
