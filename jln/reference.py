@@ -93,19 +93,6 @@ def rms_norm_add_rms_norm(
     return _junction(x, norm, scale, residual=residual, **both, gate=gate, dtype=dtype)
 
 
-def layer_norm_add_layer_norm(
-    x: jax.Array, residual: jax.Array, x_scale: jax.Array | None = None, x_offset: jax.Array | None = None,
-    scale: jax.Array | None = None, offset: jax.Array | None = None, *, gate: Gate = None,
-    axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return `(layer_norm(total, scale, offset), total)`, of what `jln.layer_norm_add_layer_norm` takes.
-
-    `total = residual + gate * layer_norm(x, x_scale, x_offset)` is rounded once, and the rounded sum is normalised.
-    """
-    norm, both = _Norm(True, axis, epsilon, zero_centered_scale), {"both_sides": True, "x_scale": x_scale}
-    return _junction(x, norm, scale, offset, residual=residual, **both, x_bias=x_offset, gate=gate, dtype=dtype)
-
-
 def rms_norm_gated(
     x: jax.Array, z: jax.Array, scale: jax.Array | None = None, *, norm_before_gate: bool = True,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
@@ -171,21 +158,6 @@ def rms_norm_add_rms_norm_linear(
     return _junction(x, norm, scale, residual=residual, both_sides=True, x_scale=x_scale, gate=gate, linears=linears)
 
 
-def layer_norm_add_layer_norm_linear(
-    x: jax.Array, residual: jax.Array, x_scale: jax.Array | None, x_offset: jax.Array | None,
-    scale: jax.Array | None, offset: jax.Array | None, kernel: Kernels, bias: Biases = None, *, gate: Gate = None,
-    epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
-) -> tuple[Products, jax.Array]:  # fmt: skip
-    """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)`.
-
-    Arguments are those of `jln.layer_norm_add_layer_norm_linear`. `total = residual + gate * layer_norm(x, x_scale,
-    x_offset)` is rounded once.
-    """
-    norm, linears = _Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
-    both = {"both_sides": True, "x_scale": x_scale, "x_bias": x_offset}
-    return _junction(x, norm, scale, offset, residual=residual, **both, gate=gate, linears=linears)
-
-
 class _Norm(NamedTuple):
     """The norm of an array in the compute dtype: LayerNorm if it centres, RMSNorm if not."""
 
@@ -209,7 +181,7 @@ def _junction(
     gate=None, z=None, norm_before_gate=True, added=None, linears=None, dtype=None,
 ) -> Any:  # fmt: skip
     """Say the sentence that every operator is a part of. Returns y, or `(y, total)` where it adds, be it nothing."""
-    # branch = x + x_bias  |  norm(x, x_scale) + x_bias  |  x * silu(z)
+    # branch = x + x_bias  |  rms_norm(x, x_scale)  |  x * silu(z)
     total_dtype = x.dtype if residual is None else _promoted(x.dtype, residual.dtype)
     branch = norm(x, x_scale) if both_sides else x
     branch = branch.astype(_promoted(branch.dtype, total_dtype))

@@ -123,11 +123,8 @@ def call_of(
         name = f"{kind}_add_{kind}" if in_front is not None else f"add_{kind}"
         call = Call(name + ("_linear" if has_linears else ""), **options)
         call.give(x=Operand(junction.x), residual=Operand(junction.residual), **scale_operands, **offset)
-        x_bias = _parameter(junction.x_bias, norm)
-        if in_front is not None and norm.centres:
-            call.give(x_offset=x_bias)
-        elif x_bias is not None:
-            call.give(x_bias=x_bias)
+        if junction.x_bias is not None:
+            call.give(x_bias=_parameter(junction.x_bias, norm))
         gate = junction.gate
         if gate is not None:
             call.give(gate=_gate(gate, junction.total, norm) if isinstance(gate, Parameter) else gate)

@@ -19,8 +19,7 @@ Gate = Parameter | float | None
 class Junction(NamedTuple):
     """A sum that a norm reads: `total = residual + gate * (x + x_bias)`, or `residual + gate * in_front(x)`.
 
-    total: of the norm's x, which may be a reshape of it. in_front: the norm of the branch, whose y it is, and whose
-      offset is then `x_bias`.
+    total: of the norm's x, which may be a reshape of it. in_front: the RMSNorm of the branch, whose y it is.
     """
 
     total: Value
@@ -140,7 +139,7 @@ class _Finder:
                 other = self.norms[v]
                 if other is None or not self._is_in_front(other):
                     return _Branch(v, None, gate)
-                return _Branch(other.x, other.offset, gate, other)
+                return _Branch(other.x, None, gate, other)
             if widens(v):
                 v = v.maker.inputs[0]
             elif (split := self._gated(v)) is not None and (gate is None or split[1] == 1.0):
@@ -184,7 +183,7 @@ class _Finder:
         """True of a norm that can be that of the branch, in one operator with this one."""
         norm = self.norm
         return (
-            other.centres == norm.centres
+            not (other.centres or norm.centres)
             and other.z is None
             and other.epsilon == norm.epsilon
             and other.features == norm.features

@@ -21,13 +21,13 @@ Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None
 
 
-def checked(arrays: Arrays, axes: tuple[int, ...], both_sides: bool = False) -> Arrays:
+def checked(arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
     """The arrays as a user gives them, checked for their dtypes and shapes.
 
     x and the other arrays of its size that the operator needs are JAX's arrays already. A user's `added` is called
-    residual, as is `residual` itself; x_z is called z, and the `x_bias` behind a norm of x x_offset.
+    residual, as is `residual` itself, and x_z is called z.
 
-    axes: the normalised ones of x, not negative. both_sides: whether x is normalised before it is added.
+    axes: the normalised ones of x, not negative.
     """
     x = arrays.x
     normalised = tuple(x.shape[a] for a in axes)
@@ -41,11 +41,8 @@ def checked(arrays: Arrays, axes: tuple[int, ...], both_sides: bool = False) -> 
         for name, value in (("x_bias", arrays.x_bias), ("gate", arrays.gate)):
             if value is not None:
                 raise ValueError(f"{name} needs a residual, to which x is added with it; got residual=None")
-    if both_sides:
-        x_bias = _checks.parameter("x_offset", arrays.x_bias, x, axes, normalised)
-    else:
-        x_bias = _checks.optional_array("x_bias", arrays.x_bias)
-        _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
+    x_bias = _checks.optional_array("x_bias", arrays.x_bias)
+    _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
     return arrays._replace(**parameters, x_bias=x_bias, gate=_checks.gate(arrays.gate, x, arrays.residual, axes))
 
 
@@ -148,10 +145,10 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bo
     return Arrays(**operands, kernel=arrays.kernel, bias=arrays.bias), norm
 
 
-def no_kernels(arrays: Arrays, axes: tuple[int, ...], both_sides: bool, is_arranged: bool) -> str | None:
+def no_kernels(arrays: Arrays, axes: tuple[int, ...], is_arranged: bool) -> str | None:
     """The reason why no kernel takes the user's arrays as they lie, and what to do; None where one may.
 
-    both_sides: as of `checked`. is_arranged: whether `arranged` has laid them out.
+    is_arranged: whether `arranged` has laid them out.
     """
     x, order = arrays.x, sorted(axes)
     if order[-1] - order[0] >= len(order) or order[-1] != x.ndim - 1:
@@ -161,8 +158,7 @@ def no_kernels(arrays: Arrays, axes: tuple[int, ...], both_sides: bool, is_arran
             f"jnp.moveaxis(x, {axes}, {tuple(range(-len(axes), 0))}), or leave it out, and XLA reads x where it is"
         )
     if not is_arranged:
-        names = {"x_bias": "x_offset"} if both_sides else {}
-        shapes = {names.get(name, name): a.shape for name, a in arrays.only(COLUMNS).present().items()}
+        shapes = {name: a.shape for name, a in arrays.only(COLUMNS).present().items()}
         return (
             "takes parameters that vary along x's first axes, or along the one in front of the normalised axis; got "
             f"{', '.join(f'{name} {shape}' for name, shape in shapes.items())} for x {x.shape}: leave it out, and XLA "

@@ -1,6 +1,6 @@
 """The arrays of a junction: the table of them, the one record that holds them, and what is static.
 
-    branch = x + x_bias  |  norm(x) * x_scale + x_bias  |  x * silu(x_z)
+    branch = x + x_bias  |  rms_norm(x) * x_scale  |  x * silu(x_z)
     total  = residual + gate * branch                            # rounded once; this is what is normalised
     y      = norm(total) * scale + offset   [* silu(z)]   [+ added]   [@ kernels + biases]   [in eight bits]
 
@@ -60,7 +60,7 @@ DY = ("dy", "dy2", "dy3")
 _SUM = ("x", "residual", "x_bias", "gate", "row_gate", "x_z", "x_scale")
 _PULLED = (*DY, "dtotal", "total", "scale", "mean", "rstd", "z", "x_z", "product")
 _X_HAT = ("total", "mean", "rstd", "x_z")
-_U = ("x", "x_mean", "x_rstd")
+_U = ("x", "x_rstd")
 _Y = (*_SUM, "scale", "offset", "z", "added")
 
 
@@ -96,7 +96,6 @@ class Arrays(NamedTuple):
     total: Annotated[Any, Array(Shape.ROW, _SUM)] = None
     mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
-    x_mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     x_rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     product: Annotated[Any, Array(Shape.PRODUCT, (*_SUM, "scale", "kernel"), is_kept=True)] = None
     dy: Annotated[Any, Array(Shape.ROW)] = None

@@ -121,7 +121,7 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     there = operands._replace(total=total, y_scale=outcome.y_scale)
     there = there._replace(**named_statistics(outcome.only(KEPT).present()))
     if not junction.norm.switches.subtract_mean:
-        of_all -= {"mean", "x_mean"}
+        of_all -= {"mean"}
     if not keeps_product(operands, junction):
         of_all -= {"product"}
     # A statistic that nobody reads was not computed: what stands for it is batched as a result is.

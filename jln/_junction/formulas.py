@@ -59,19 +59,19 @@ By (42) the cotangent of the norm's result, which (6) to (9) call dy, is dy * u;
     (45) t  = x' * u + x * u' * z'    the t of (18)                                           (the gate before the norm)
     (46) y' = (19) * u + (x_hat * s) * u' * z'                                                (the norm before the gate)
 
-With a norm of x in front of the sum, (1) to (4) are of the total. Of x the same terms are its mean, p, u and the
-branch, whose scale is t and whose offset is the bias e:
+With an RMSNorm of x in front of the sum, (1) to (4) are of the total. Of x the same terms are p, u and the branch, whose
+scale is t:
 
-    (31) p_m   = ((1/H) sum_h (x_mh - x_mean_m)^2 + epsilon)^(-1/2)            (no mean for RMSNorm)
-    (32) u     = (x - x_mean) * p
-    (33) total = r + w * (u * t + e), rounded to its dtype
+    (31) p_m   = ((1/H) sum_h x_mh^2 + epsilon)^(-1/2)
+    (32) u     = x * p
+    (33) total = r + w * u * t, rounded to its dtype
 
 The cotangent d of total is (9) and total's own. (26) and (27) hold as they are, with w * d for the cotangent of the
 branch; and u is to x what x_hat is to total:
 
     (34) dresidual  = d
     (35) dx_scale_h = sum_m (w * d)_mh * u_mh
-    (36) dx         = p * (g - (1/H) sum_h g - u * (1/H) sum_h g * u),   g = w * d * t     (no first sum for RMSNorm)
+    (36) dx         = p * (g - u * (1/H) sum_h g * u),   g = w * d * t
 
 Here both are made of two norms, the first of which adds by (30) where no gate is between: so they are by kernels, too,
 where one kernel does not take them. d is rounded to total's dtype then.
@@ -178,10 +178,9 @@ def _with_digits_of(total: Array, dtype: DTypeLike) -> Array:
 
 
 def branch(arrays: Arrays, norm: Norm, dtype: DTypeLike) -> Array:
-    """The branch x + e of (23), or u * t + e of (33), in the compute dtype."""
+    """The branch x + e of (23), or u * t of (33), in the compute dtype."""
     if norm.both_sides:
-        x, e = arrays.x, arrays.x_bias
-        return scaled(x, arrays.x_scale, e, arrays.x_mean, arrays.x_rstd, norm).astype(dtype)
+        return scaled(arrays.x, arrays.x_scale, None, None, arrays.x_rstd, norm).astype(dtype)
     x = arrays.x.astype(dtype)
     return x if arrays.x_bias is None else x + arrays.x_bias.astype(dtype)
 
@@ -317,23 +316,22 @@ def forward_of_two(
     wide = compute_dtype(total_dtype)
     of_x = compute_dtype(operands.x.dtype).name
     if operands.gated:  # XLA makes the branch where it multiplies and adds: written out it would be in float32
-        wanted = Arrays(mean=of_x if norm.switches.subtract_mean else None, rstd=of_x)
-        in_front = forward(Arrays(x=operands.x), norm, wanted, batch_dims)  # (31)
-        x_hat = operands._replace(x_mean=in_front.mean, x_rstd=in_front.rstd)
-        total = gated(branch(x_hat, both, wide), operands) + operands.residual.astype(wide)  # (32)
+        in_front = forward(Arrays(x=operands.x), norm, Arrays(rstd=of_x), batch_dims)  # (31)
+        u = operands._replace(x_rstd=in_front.rstd)
+        total = gated(branch(u, both, wide), operands) + operands.residual.astype(wide)  # (32)
         total = _with_digits_of(total, total_dtype).astype(total_dtype)
     else:
-        summands = Arrays(x=operands.x, scale=operands.x_scale, offset=operands.x_bias, added=operands.residual)
-        wanted = Arrays(y=total_dtype.name, mean=dtypes.x_mean, rstd=dtypes.x_rstd)
+        summands = Arrays(x=operands.x, scale=operands.x_scale, added=operands.residual)
+        wanted = Arrays(y=total_dtype.name, rstd=dtypes.x_rstd)
         in_front = forward(summands, norm, wanted, batch_dims)  # (31), (32)
         total = in_front.y
     # Without a fence XLA may leave out the rounding to 16 bits and norm the unrounded sum.
     total = sum_fence(total)  # (33)
-    behind, wanted = Arrays(), dtypes._replace(total=None, x_mean=None, x_rstd=None)
+    behind, wanted = Arrays(), dtypes._replace(total=None, x_rstd=None)
     if jax.tree.leaves(wanted):
-        of_total = operands.only(("scale", "offset", "y_scale"))._replace(x=total)
+        of_total = operands.only(("scale", "y_scale"))._replace(x=total)
         behind = forward(of_total, dataclasses.replace(norm, blocks=both.blocks), wanted, batch_dims)
-    behind = behind._replace(total=total, x_mean=in_front.mean, x_rstd=in_front.rstd)
+    behind = behind._replace(total=total, x_rstd=in_front.rstd)
     return in_dtypes(behind, dtypes, batch)
 
 

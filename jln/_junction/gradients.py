@@ -231,14 +231,14 @@ def backward_of_two(
 
     written: the fence behind a cotangent of total that goes through memory.
     """
-    of_total = dtypes.only(("scale", "offset", "y"))
+    of_total = dtypes.only(("scale", "y"))
     pulls = any(d is not None for d in dtypes._replace(**dict.fromkeys(of_total.present())))
     wanted = of_total._replace(x=operands.total.dtype.name if pulls else None)
-    behind = operands.only(("dy", "dtotal", "total", "scale", "offset", "mean", "rstd"))
+    behind = operands.only(("dy", "dtotal", "total", "scale", "rstd"))
     pulled = backward(behind, dataclasses.replace(norm, both_sides=False), wanted, batch_dims)  # (34)
     pulled = pulled._replace(x=written(pulled.x))
     gradients = of_branch_alone(pulled.x, operands, norm, dtypes, batch_dims, backward, h_axes)
-    gradients = gradients._replace(residual=pulled.x, **pulled.only(("scale", "offset", "y")).present())
+    gradients = gradients._replace(residual=pulled.x, **pulled.only(("scale", "y")).present())
     return in_dtypes(gradients, dtypes, common_batch(batch_dims, *operands))
 
 
@@ -253,7 +253,7 @@ def of_branch_alone(
 ) -> Arrays:
     """Terms (26), (27), (35) and (36) from the cotangent of total, the norm of x by a call of `backward`."""
     of_x = dataclasses.replace(norm, both_sides=False)
-    wanted = Arrays(x=dtypes.x, scale=dtypes.x_scale, offset=dtypes.x_bias)
+    wanted = Arrays(x=dtypes.x, scale=dtypes.x_scale)
     gates = dtypes.only(("gate", "row_gate")).present()
     gradients = {}
     if gates:
@@ -264,11 +264,11 @@ def of_branch_alone(
         if arrays.gated:  # written in 16 bits only if they have float32's range, as a small gate would vanish
             dy = gated(d.astype(compute_dtype(d.dtype)), arrays)
             dy = dy.astype(d.dtype) if d.dtype == jnp.bfloat16 else dy
-        saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, mean=arrays.x_mean, rstd=arrays.x_rstd)
+        saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, rstd=arrays.x_rstd)
         pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)  # (35), (36)
-        gradients |= {"x": pulled.x, "x_scale": pulled.scale, "x_bias": pulled.offset}
-    of_branch = ("x", "x_scale", "x_bias", "gate", "row_gate")
-    batch = common_batch(batch_dims, d, *arrays.only((*of_branch, "x_mean", "x_rstd")))
+        gradients |= {"x": pulled.x, "x_scale": pulled.scale}
+    of_branch = ("x", "x_scale", "gate", "row_gate")
+    batch = common_batch(batch_dims, d, *arrays.only((*of_branch, "x_rstd")))
     return in_dtypes(Arrays(**gradients), dtypes.only(of_branch), batch)
 
 
@@ -343,13 +343,13 @@ def _tangent_of_two(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays,
     summands = tangents
     if tangents.x is not None or tangents.x_scale is not None:
         of_x = Arrays(x=tangents.x, scale=tangents.x_scale)
-        saved_of_x = Arrays(total=saved.x, scale=saved.x_scale, mean=saved.x_mean, rstd=saved.x_rstd)
+        saved_of_x = Arrays(total=saved.x, scale=saved.x_scale, rstd=saved.x_rstd)
         summands = tangents._replace(x=tangent((of_x, saved_of_x), one, Arrays(y=wide.name), batch_dims).y)
     moves = [*_tangents_of_sum(summands, saved, norm, wide)]
     t = functools.reduce(jnp.add, moves) if moves else jnp.zeros_like(saved.total)
     t = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, saved.total.shape))
-    behind = Arrays(x=t if moves else None, scale=tangents.scale, offset=tangents.offset)
-    saved_behind = saved.only(("total", "scale", "mean", "rstd"))
+    behind = Arrays(x=t if moves else None, scale=tangents.scale)
+    saved_behind = saved.only(("total", "scale", "rstd"))
     dy = tangent((behind, saved_behind), one, Arrays(y=dtypes.y), batch_dims).y
     return in_dtypes(Arrays(y=dy, total=t), dtypes, batch)
 

@@ -140,28 +140,27 @@ def _with_room(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) ->
     return dataclasses.replace(tile, stages=max(1, min(tile.stages, room)))
 
 
-def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool, gated: bool) -> Tile | None:
+def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, gated: bool) -> Tile | None:
     """The tile of `backward_kernel` with a norm of x, too, whole rows; None where 16 warps cannot hold a row.
 
-    centred: whether the norms subtract means. gated: whether a gate is between them.
+    gated: whether a gate is between the norms.
 
     The next row's four arrays are fetched ahead where shared memory has room. Found by compiling: 16 elements a thread
     with the sums of both scales take 127 registers of the 128 that 16 warps may have, with 8 111; rows that do not
-    start on 16 bytes spill with 16, and with 8 where the next is fetched ahead. Of 16 LayerNorms spill 24 bytes, with a
-    gate 128, and RMSNorms with a gate 8 in 16 bits and 64 in float32. Beside a float32 stream x and dy are half as
-    wide, and a round of 2048 columns that are not there is left out: of 16 elements in 3 rounds LayerNorms, or a gate,
-    spill 16 bytes at most, in 4 up to 136, and LayerNorms with a gate 88 in 3.
+    start on 16 bytes spill with 16, and with 8 where the next is fetched ahead. With a gate 16 spill 8 bytes in 16 bits
+    and 64 in float32. Beside a float32 stream x and dy are half as wide, and a round of 2048 columns that are not there
+    is left out: of 16 elements in 3 rounds a gate spills 16 bytes at most, in 4 up to 136.
     """
     columns = next_power_of_2(h)
     easy = aligned(h, itemsize)
     if mixed and (itemsize == 8 or columns <= 2048):  # fetched ahead, some of these would spill up to 24 bytes
         easy = False
     if not easy:
-        most = 4 if centred or gated else 8
+        most = 4 if gated else 8
     elif mixed:
-        most = 8 if (centred and gated) or ((centred or gated) and h > 3 * 2048) else 16
+        most = 8 if gated and h > 3 * 2048 else 16
     else:
-        most = 8 if centred or (gated and itemsize == 4) else 16
+        most = 8 if gated and itemsize == 4 else 16
     most //= 4 if itemsize == 8 else 1
     if columns > 512 * most:
         return None
@@ -174,13 +173,13 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
     # and an A100 does not, where it would spill 64 bytes.
     has_room = 3 * ahead <= 2 * chip.shared
     if mixed:
-        # As compiled: 20 or 24 bytes an element, 28 or 32 with both. An H200 has the row of a float32 stream ahead, for
+        # As compiled: 20 or 24 bytes an element. An H200 has the row of a float32 stream ahead, for
         # 35 KB of L1: a row's two scales that came from L2 would be half as many bytes again as the row's own from
         # memory, which takes less time than to wait for each row.
-        ahead = (32 if centred and gated else 24) * rows * columns + 1024
+        ahead = 24 * rows * columns + 1024
         has_room = ahead + 32_000 <= chip.shared
     tile = Tile(rows, columns, warps, 2 if easy and has_room else 1, max(1, min(4, 16 // warps)))
-    return tile if mixed or tile.stages == 1 else read_ahead(tile, itemsize, (4, 2 + centred + gated), chip)
+    return tile if mixed or tile.stages == 1 else read_ahead(tile, itemsize, (4, 2 + gated), chip)
 
 
 def reduce_tile(h: int, shares: int | None = None) -> Tile:

@@ -4,13 +4,12 @@ from jln._operators.eight_bits import Float8, MXFloat8, Quantized, Scaled
 from jln._operators.linears import (
     add_layer_norm_linear,
     add_rms_norm_linear,
-    layer_norm_add_layer_norm_linear,
     layer_norm_linear,
     rms_norm_add_rms_norm_linear,
     rms_norm_linear,
 )
 from jln._operators.norms import layer_norm, layer_norm_add, rms_norm, rms_norm_add, rms_norm_gated
-from jln._operators.sums import add_layer_norm, add_rms_norm, layer_norm_add_layer_norm, rms_norm_add_rms_norm
+from jln._operators.sums import add_layer_norm, add_rms_norm, rms_norm_add_rms_norm
 
 __all__ = [
     "Float8",
@@ -23,8 +22,6 @@ __all__ = [
     "add_rms_norm_linear",
     "layer_norm",
     "layer_norm_add",
-    "layer_norm_add_layer_norm",
-    "layer_norm_add_layer_norm_linear",
     "layer_norm_linear",
     "rms_norm",
     "rms_norm_add",

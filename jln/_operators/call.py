@@ -44,7 +44,7 @@ def call(
     if _checks.flag("remat", remat) and forward_mode:
         raise ValueError("remat=True is of reverse mode: in forward mode nothing is kept that could be made again")
     axes = _checks.axes(axis, arrays.x)
-    arrays = checked(arrays, axes, both_sides)
+    arrays = checked(arrays, axes)
     in_eight_bits: dict[str, Any] = {}
     if quantize is not None:
         in_eight_bits, scale = settings(quantize, arrays, axes, dtype, forward_mode)
@@ -93,7 +93,7 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
         given = arranged(arrays, axes, junction.norm, junction.may_be_plain)
-        reason, settled = no_kernels(arrays, axes, junction.norm.both_sides, given is not None), junction
+        reason, settled = no_kernels(arrays, axes, given is not None), junction
         if reason is not None:
             if junction.implementation == "triton":
                 raise ValueError(f"implementation='triton' {reason}")

@@ -296,55 +296,6 @@ def rms_norm_add_rms_norm_linear(
     return _as_given(results, kernel), results.total
 
 
-@listed("fused")
-def layer_norm_add_layer_norm_linear(
-    x: jax.Array,
-    residual: jax.Array,
-    x_scale: jax.Array | None,
-    x_offset: jax.Array | None,
-    scale: jax.Array | None,
-    offset: jax.Array | None,
-    kernel: Kernels,
-    bias: Biases = None,
-    *,
-    gate: Gate = None,
-    epsilon: float = 1e-6,
-    zero_centered_scale: bool = False,
-    precision: PrecisionLike = None,
-    remat: bool = False,
-    quantize: Quantize = None,
-    implementation: str | None = None,
-    forward_mode: bool = False,
-) -> tuple[Products, jax.Array]:
-    """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)`.
-
-    `total = residual + gate * layer_norm(x, x_scale, x_offset)`. All is as in `rms_norm_add_rms_norm_linear`, whose
-    results, guarantees and errors hold.
-
-    Args:
-      x, scale, offset, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
-      x_scale, residual, gate, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
-      x_offset: as of `layer_norm_add_layer_norm`.
-      implementation, forward_mode: as of `layer_norm`.
-    """
-    summands = Arrays(x=array("x", x), residual=array("residual", residual), gate=gate)
-    arrays = summands._replace(x_scale=x_scale, x_bias=x_offset, scale=scale, offset=offset)
-    results = call(
-        with_linears(arrays, kernel, bias),
-        subtract_mean=True,
-        both_sides=True,
-        gives_total=True,
-        epsilon=epsilon,
-        zero_centered_scale=zero_centered_scale,
-        precision=precision,
-        remat=remat,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
-    )
-    return _as_given(results, kernel), results.total
-
-
 def with_linears(arrays: Arrays, kernel: Any, bias: Any) -> Arrays:
     """The arrays with the kernels and biases as tuples, checked."""
     _checks.axes(-1, arrays.x)

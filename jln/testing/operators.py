@@ -66,7 +66,7 @@ class Form:
         random = np.random.default_rng(seed)
 
         def drawn(name: str) -> Any:
-            in_table = TABLE["x_bias" if name == "x_offset" else name].shape
+            in_table = TABLE[name].shape
             shapes = {Shape.ROW: shape, Shape.COLUMN: shape[-1:]}
             several = {Shape.KERNEL: [(shape[-1], n) for n in features], Shape.BIAS: [(n,) for n in features]}
             sizes: list[tuple[int, ...]] = several.get(in_table) or [shapes[in_table]]
@@ -83,7 +83,7 @@ def _forms() -> Iterator[Form]:
     for fullest in (False, True):
         for name in names:
             parameters = inspect.signature(getattr(_operators, name)).parameters.values()
-            takes = [p for p in parameters if p.name in (*OPERANDS, "x_offset")]
+            takes = [p for p in parameters if p.name in OPERANDS]
             usual = tuple(p.name for p in takes if p.kind is not p.KEYWORD_ONLY)
             if not fullest:
                 yield Form(name, usual)

@@ -122,8 +122,7 @@ def backward_kernel(
     gate_ptr,  # [G, H]
     row_gate_ptr,  # [G, rows]
     x_scale_ptr,  # [G, H]
-    x_mean_ptr,  # [G, rows]; where x is normalised before it is added
-    x_rstd_ptr,  # [G, rows]; likewise
+    x_rstd_ptr,  # [G, rows]; where x is normalised before it is added
     c1_ptr,  # [G, rows]
     c2_ptr,  # [G, rows]
     rows,
@@ -188,7 +187,6 @@ def backward_kernel(
     gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED, HEADS)
     row_gate_ptr = rows_at(row_gate_ptr, "row_gate", group, rows, 1, SHARED, HEADS)
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, SHARED, HEADS)
-    x_mean_ptr = rows_at(x_mean_ptr, "x_mean", group, rows, 1, SHARED, HEADS)
     x_rstd_ptr = rows_at(x_rstd_ptr, "x_rstd", group, rows, 1, SHARED, HEADS)
     drow_gate_ptr = rows_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, 1, SHARED, HEADS)
     dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, SHARED, HEADS)
@@ -270,14 +268,9 @@ def backward_kernel(
                 tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24), (34)
             if x_rstd_ptr is not None:
                 x_rstd = load_vector(x_rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-                u = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
-                if x_mean_ptr is not None:
-                    x_mean = load_vector(x_mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-                    u = tl.where(exists[None, :], u - x_mean[:, None], 0.0)
-                u *= x_rstd[:, None]  # (32)
+                u = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(COMPUTE) * x_rstd[:, None]  # (32)
                 if contains(SUMS, "dgate") or drow_gate_ptr is not None:
-                    x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-                    branch = affine(u, x_scale, load_offset(x_bias_ptr, column, exists, COMPUTE))
+                    branch = u * load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]
             elif x_ptr is not None:
                 branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
             if contains(SUMS, "dgate"):
@@ -296,11 +289,7 @@ def backward_kernel(
                 if dx_ptr is not None:
                     dx *= load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]
                     c = tl.sum(dx * u, axis=1) * (1.0 / H)
-                    if x_mean_ptr is None:
-                        dx = tl.fma(dx, x_rstd[:, None], u * -(c * x_rstd)[:, None])  # (36)
-                    else:
-                        x_c1 = tl.sum(tl.where(exists[None, :], dx, 0.0), axis=1) * (1.0 / H)
-                        dx = (tl.fma(u, -c[:, None], dx) - x_c1[:, None]) * x_rstd[:, None]  # (36)
+                    dx = tl.fma(dx, x_rstd[:, None], u * -(c * x_rstd)[:, None])  # (36)
             if dx_ptr is not None:
                 tl.store(dx_ptr + base + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

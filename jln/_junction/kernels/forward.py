@@ -22,7 +22,6 @@ from jln._junction.kernels.addresses import (
 )
 from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded
 from jln._junction.kernels.terms import (
-    affine,
     gated,
     load_offset,
     load_scale,
@@ -36,26 +35,23 @@ from jln._junction.kernels.terms import (
 
 @triton.jit
 def _load_total_of_normed(
-    x_ptr, x_scale_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, residual_ptr, at, mask, column, exists,
+    x_ptr, x_scale_ptr, gate_ptr, row_gate_ptr, row_gate, residual_ptr, at, mask, column, exists,
     H: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The rows that are normalised where x is so before it is added, in their dtype, and mean and rstd of x."""
+    """The rows that are normalised where x is so before it is added, in their dtype, and the rstd of x."""
     x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
-    x_mean = tl.zeros([BLOCK_ROWS], COMPUTE)
-    if NORM.subtract_mean:
-        x_mean = tl.sum(x, axis=1) * (1.0 / H)
-        x = tl.where(exists[None, :], x - x_mean[:, None], 0.0)
     x_rstd = rstd_of(x, H, EPSILON)  # (31)
     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
     u = x * x_rstd[:, None]  # (32)
-    if x_bias_ptr is None and gate_ptr is None and row_gate_ptr is None:
+    if gate_ptr is None and row_gate_ptr is None:
         total = tl.fma(u, x_scale[None, :], residual)  # (33)
     else:
-        branch = affine(u, x_scale, load_offset(x_bias_ptr, column, exists, COMPUTE))
-        total = gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual  # (33)
-    return total.to(TOTAL), x_mean, x_rstd
+        total = (
+            gated(u * x_scale[None, :], gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual
+        )  # (33)
+    return total.to(TOTAL), x_rstd
 
 
 @triton.jit
@@ -149,7 +145,6 @@ def forward_kernel(
     total_ptr,  # [G, rows, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
-    x_mean_ptr,  # [G, rows]
     x_rstd_ptr,  # [G, rows]
     H: tl.constexpr,
     HEADS: tl.constexpr,
@@ -168,7 +163,7 @@ def forward_kernel(
 ):
     """Compute y, total, mean and rstd, tile by tile of rows.
 
-    BOTH_SIDES: x is normalised before it is added, in a tile of whole rows, and its x_mean and x_rstd computed, too.
+    BOTH_SIDES: x is normalised before it is added, in a tile of whole rows, and its x_rstd computed, too.
     BLOCKS: the exponent of the largest number of y where its blocks have scales; else None.
 
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
@@ -188,7 +183,6 @@ def forward_kernel(
     rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED, HEADS)
     mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED, HEADS)
     x_rstd_ptr = rows_at(x_rstd_ptr, "x_rstd", group, rows, 1, SHARED, HEADS)
-    x_mean_ptr = rows_at(x_mean_ptr, "x_mean", group, rows, 1, SHARED, HEADS)
 
     if PERSISTENT:
         column, exists = columns_from(0, H, VECTOR, BLOCK_H)
@@ -216,9 +210,9 @@ def forward_kernel(
         if BLOCK_H >= H:
             column, exists, at, mask = tile_from(0, start, valid, H, VECTOR, BLOCK_H)
             if BOTH_SIDES:
-                x, x_mean, x_rstd = _load_total_of_normed(
-                    of_x_ptr, x_scale_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, of_residual_ptr, at, mask,
-                    column, exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
+                x, x_rstd = _load_total_of_normed(
+                    of_x_ptr, x_scale_ptr, gate_ptr, row_gate_ptr, row_gate, of_residual_ptr, at, mask, column, exists,
+                    H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_H,
                 )  # fmt: skip
                 x = x.to(COMPUTE)
             else:
@@ -265,8 +259,5 @@ def forward_kernel(
             tl.store(rstd_ptr + row, rstd, mask=valid)
         if mean_ptr is not None:
             tl.store(mean_ptr + row, mean, mask=valid)
-        if BOTH_SIDES:
-            if x_rstd_ptr is not None:
-                tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
-            if x_mean_ptr is not None:
-                tl.store(x_mean_ptr + row, x_mean.to(x_mean_ptr.dtype.element_ty), mask=valid)
+        if x_rstd_ptr is not None:
+            tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
