@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,41 +45,36 @@ class _Read(hk.Module):
 class LayerNorm(HaikuLayerNorm):
     """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
-    @_modules.listing(_modules.OfLayerNorm)
     def __call__(
         self,
         inputs: jax.Array,
         scale: jax.Array | None = None,
         offset: jax.Array | None = None,
-        **beside: Unpack[_modules.OfLayerNorm],
+        *,
+        residual: jax.Array | None = None,
     ) -> Any:
         """Return `y` of the inputs' shape, their norm; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          inputs: `[..., H]`, or as `axis` says; called `x` below.
+          inputs: `[..., H]`, or as `axis` says.
           scale: broadcasts against the inputs, as of `haiku.LayerNorm`.
           offset: broadcasts against the inputs, as of `haiku.LayerNorm`.
-          **beside: as of every LayerNorm of jln.
+          residual: the inputs' shape. The norm is of `total = inputs + residual`, which is made and read once.
         """
-        return _HAIKU.norm(self, inputs, beside, scale=scale, offset=offset)
+        return _HAIKU.norm(self, inputs, residual, scale=scale, offset=offset)
 
 
-class RMSNorm(_Read, HaikuRMSNorm):
-    """`haiku.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors.
+class RMSNorm(HaikuRMSNorm):
+    """`haiku.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
-    Where it and the `x_norm` of its call are one operator, interceptors see of `x_norm` only how its parameters are
-    read.
-    """
-
-    @_modules.listing(_modules.OfRMSNorm)
-    def __call__(self, inputs: jax.Array, **beside: Unpack[_modules.OfRMSNorm]) -> Any:
+    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> Any:
         """Return `y` of the inputs' shape, their norm; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          inputs: `[..., H]`, or as `axis` says; called `x` below.
-          **beside: as of every RMSNorm of jln.
+          inputs: `[..., H]`, or as `axis` says.
+          residual: as of `LayerNorm`.
         """
-        return _HAIKU.norm(self, inputs, beside)
+        return _HAIKU.norm(self, inputs, residual)
 
 
 class _NormLinear(hk.Module):
@@ -90,21 +85,29 @@ class _NormLinear(hk.Module):
     _several: bool
     _quantize: Any
 
-    @_modules.listing(_modules.OfSum)
     def __call__(
-        self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None, **beside: Unpack[_modules.OfSum]
+        self,
+        inputs: jax.Array,
+        *,
+        precision: jax.lax.PrecisionLike = None,
+        residual: jax.Array | None = None,
+        quantize: Any = None,
     ) -> Any:
         """Return `y` `[..., output_size]`, of several Linears a tuple in their order; with a residual `(y, total)`.
 
         Args:
-          inputs: `[..., H]`, called `x` below.
+          inputs: `[..., H]`.
           precision: of the Linears.
-          **beside: as of every norm of jln.
+          residual: as of the norm.
+          quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
+            and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
         """
         linears = {name: make() for name, make in self._linears.items()}
         several, of_linears = self._several, {"precision": precision}
-        given = {"quantize": self._quantize, **beside}
-        return _HAIKU.linears(self, self._norm(), linears, inputs, given, several=several, of_linears=of_linears)
+        quantize = self._quantize if quantize is None else quantize
+        return _HAIKU.linears(
+            self, self._norm(), linears, inputs, residual, quantize, several=several, of_linears=of_linears
+        )
 
 
 class LayerNormLinear(_NormLinear):
@@ -178,13 +181,17 @@ class RMSNormLinear(_NormLinear):
     ):
         super().__init__(name=name)
         self._quantize = quantize
-        self._norm = functools.partial(RMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
+        self._norm = functools.partial(_ReadRMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
         self._several = isinstance(output_size, Mapping)
         options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
         self._linears = _makers(output_size, RMSNormLinear, "rms_norm", options)
 
 
 class _ReadLayerNorm(_Read, LayerNorm):
+    pass
+
+
+class _ReadRMSNorm(_Read, RMSNorm):
     pass
 
 
@@ -210,16 +217,19 @@ class _Haiku(_modules.Adapter):
     def place(self, layer: hk.Module) -> str:
         return layer.module_name
 
-    def axes(self, layer: Any, x: Any) -> tuple[int, ...]:
-        return _axes(layer.axis, np.ndim(x), wrap=self.is_layer_norm(layer))
-
-    def obstacle(self, layer: Any, role: str) -> str | None:
+    def obstacle(self, norm: Any) -> str | None:
         return "Haiku's own code makes the parameters" if hk.running_init() else None
 
     def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
-        return self.existing(layer, x, own, layer)
+        return self._with_parameters(layer, x, own, _parameter)
 
-    def existing(self, layer: Any, x: Any, own: Mapping[str, Any], caller: Any) -> _modules.Prepared | str:
+    def existing(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
+        return self._with_parameters(layer, x, own, layer.parameter)
+
+    def _with_parameters(
+        self, layer: Any, x: Any, own: Mapping[str, Any], parameter: Callable[..., jax.Array]
+    ) -> _modules.Prepared | str:
+        """A norm as of `prepared`. parameter: makes or reads one."""
         is_layer_norm, scale, offset = self.is_layer_norm(layer), own.get("scale"), own.get("offset")
         if not all(a is None or isinstance(a, jax.Array | np.ndarray) for a in (x, scale, offset)):
             return "an argument is not an array"
@@ -229,14 +239,13 @@ class _Haiku(_modules.Adapter):
         create_offset = is_layer_norm and layer.create_offset
         if (layer.create_scale and scale is not None) or (create_offset and offset is not None):
             return "scale or offset is given and created"
-        axes = self.axes(layer, x)
+        axes = _axes(layer.axis, x.ndim, wrap=is_layer_norm)
         if len({a % x.ndim for a in axes}) != len(axes):
             return f"axes {axes} name one twice"
         if (layer.create_scale or create_offset) and axes != (x.ndim - 1,) and _must_name_param_axis(layer):
             return "Haiku asks for param_axis"
         if type(layer.eps) not in (int, float):  # numpy's, float64 too, promote what Haiku's RMSNorm adds them to
             return f"eps is a {type(layer.eps).__name__}"
-        parameter = _parameter if layer is caller else layer.parameter
         shape = _parameter_shape(_axes(layer.param_axis, x.ndim, wrap=True), x.shape)
         if layer.create_scale:
             scale = parameter("scale", shape, x.dtype, layer.scale_init)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,36 +39,30 @@ class LayerNorm(FlaxLayerNorm):
     """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors."""
 
     @nn.compact
-    @_modules.listing(_modules.OfLayerNorm)
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfLayerNorm]) -> Any:
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `[..., H]`, or as `reduction_axes` and `feature_axes` say.
           mask: as of `flax.linen.LayerNorm`, whose code then runs.
-          **beside: as of every LayerNorm of jln.
+          residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
-        return _LINEN.norm(self, x, beside, mask=mask)
+        return _LINEN.norm(self, x, residual, mask=mask)
 
 
 class RMSNorm(FlaxRMSNorm):
-    """`flax.linen.RMSNorm` on `jln.rms_norm`: the same fields, parameters, results and errors.
-
-    Where it and the `x_norm` of its call are one operator, `x_norm` is not called: `nn.intercept_methods` and
-    `capture_intermediates` see this layer's call alone. In `init` it is.
-    """
+    """`flax.linen.RMSNorm` on `jln.rms_norm`: the same fields, parameters, results and errors."""
 
     @nn.compact
-    @_modules.listing(_modules.OfRMSNorm)
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfRMSNorm]) -> Any:
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `[..., H]`, or as `reduction_axes` and `feature_axes` say.
           mask: as of `flax.linen.RMSNorm`, whose code then runs.
-          **beside: as of every RMSNorm of jln.
+          residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
-        return _LINEN.norm(self, x, beside, mask=mask)
+        return _LINEN.norm(self, x, residual, mask=mask)
 
 
 # The fields below that those of the two layers are given, under the same names.
@@ -104,22 +98,30 @@ class _NormDense(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    @_modules.listing(_modules.OfSum)
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfSum]) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        quantize: Any = None,
+    ) -> Any:
         """Return `y` `[..., *features]`, of several Denses a tuple in their order; with a residual `(y, total)`.
 
         Args:
           x: `[..., H]`.
           mask: as of the norm, which Flax's own code then computes.
-          **beside: as of every norm of jln.
+          residual: as of the norm.
+          quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
+            and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
         """
         norm = self._norm(**{field: getattr(self, field) for field in _OF_THE_NORM}, name="norm")
         options: dict[str, Any] = {field: getattr(self, field) for field in _OF_A_DENSE}
         several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
         named: Any = self.features if several else [("dense", {"features": self.features})]
         denses = {name: nn.DenseGeneral(**{**options, **own}, name=name) for name, own in named}
-        given = {"quantize": self.quantize, **beside}
-        return _LINEN.linears(self, norm, denses, x, given, several=several, mask=mask)
+        quantize = self.quantize if quantize is None else quantize
+        return _LINEN.linears(self, norm, denses, x, residual, quantize, several=several, mask=mask)
 
 
 class LayerNormDense(_NormDense):
@@ -173,16 +175,13 @@ class _Linen(_modules.Adapter):
     def place(self, layer: nn.Module) -> str:
         return "/".join(layer.path)
 
-    def axes(self, layer: Any, x: Any) -> Any:
-        return layer.reduction_axes
-
     def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
         def parameter(name: str, shape: Sequence[int]) -> jax.Array:
             return layer.param(name, getattr(layer, f"{name}_init"), shape, layer.param_dtype)
 
         return self._with_parameters(layer, x, own, parameter)
 
-    def existing(self, layer: Any, x: Any, own: Mapping[str, Any], caller: Any) -> _modules.Prepared | str:
+    def existing(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
         if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
             return "x has no axes"
         shape = tuple(x.shape[a] for a in sorted({a % x.ndim for a in _modules.axes(layer.feature_axes)}))

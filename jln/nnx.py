@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,31 +37,29 @@ FlaxLinear, FlaxLinearGeneral = nnx.Linear, nnx.LinearGeneral
 class LayerNorm(FlaxLayerNorm):
     """`flax.nnx.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
-    @_modules.listing(_modules.OfLayerNorm)
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfLayerNorm]) -> Any:
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say.
           mask: as of `flax.nnx.LayerNorm`, whose code then runs.
-          **beside: as of every LayerNorm of jln.
+          residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
-        return _NNX.norm(self, x, beside, mask=mask)
+        return _NNX.norm(self, x, residual, mask=mask)
 
 
 class RMSNorm(FlaxRMSNorm):
     """`flax.nnx.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
-    @_modules.listing(_modules.OfRMSNorm)
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None, **beside: Unpack[_modules.OfRMSNorm]) -> Any:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say.
           mask: as of `flax.nnx.RMSNorm`, whose code then runs.
-          **beside: as of every RMSNorm of jln.
+          residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
-        return _NNX.norm(self, x, beside, mask=mask)
+        return _NNX.norm(self, x, residual, mask=mask)
 
 
 # out_features of one Linear, or by the name of each of several; or a mapping of all arguments that are its own.
@@ -87,18 +85,26 @@ class _NormLinear(nnx.Module):
         for name, own in linears.items():
             setattr(self, name, _linear(in_features, **{**options, **own}))
 
-    @_modules.listing(_modules.OfSum)
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfSum]) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        quantize: Any = None,
+    ) -> Any:
         """Return `y` `[..., *features]`, of several Linears a tuple in their order; with a residual `(y, total)`.
 
         Args:
           x: `[..., H]`.
           mask: as of the norm, which Flax's own code then computes.
-          **beside: as of every norm of jln.
+          residual: as of the norm.
+          quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
+            and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
         """
         linears = {name: getattr(self, name) for name in self.names or ("linear",)}
-        given = {"quantize": self.quantize, **beside}
-        return _NNX.linears(self, self.norm, linears, x, given, several=bool(self.names), mask=mask)
+        quantize = self.quantize if quantize is None else quantize
+        return _NNX.linears(self, self.norm, linears, x, residual, quantize, several=bool(self.names), mask=mask)
 
 
 class LayerNormLinear(_NormLinear):
@@ -199,11 +205,8 @@ class _Nnx(_modules.Adapter):
     def place(self, layer: nnx.Module) -> str:
         return getattr(layer, _PATH, "")
 
-    def axes(self, layer: Any, x: Any) -> Any:
-        return layer.reduction_axes
-
-    def obstacle(self, layer: Any, role: str) -> str | None:
-        return f"nnx.capture watches {role}" if hasattr(layer, "__captures__") else None
+    def obstacle(self, norm: Any) -> str | None:
+        return "nnx.capture watches the norm" if hasattr(norm, "__captures__") else None
 
     def reads_as_given(self, layer: Any) -> bool:
         return layer.promote_dtype is dtypes.promote_dtype

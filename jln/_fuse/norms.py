@@ -37,11 +37,6 @@ class Norm(NamedTuple):
         """True where the normalised axes are the last ones."""
         return self.features == tuple(range(self.x.ndim - len(self.features), self.x.ndim))
 
-    @property
-    def is_of_a_batch(self) -> bool:
-        """True where the normalised axes have no parameter, as those of a batch norm, and are not the last ones."""
-        return not self.is_of_rows and (self.scale, self.offset) == (None, None)
-
 
 class Miss(NamedTuple):
     """A sum of squares that is no norm's. node: the sum. why: the reason, in a few words."""
@@ -63,7 +58,9 @@ def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]
             if x.dtype.name not in FLOATS or math.prod(x.shape[a] for a in axes) < FEWEST:
                 continue
             region = Region(x, node, axes, constants)
-            certified = [n for n in _norms_in(region, graph) if not n.is_of_a_batch]
+            # Over other axes than the last, without a parameter on them, a norm is a batch's.
+            found = _norms_in(region, graph)
+            certified = [n for n in found if n.is_of_rows or (n.scale, n.offset) != (None, None)]
             if certified:
                 norms += certified
                 used |= frozenset().union(*(n.nodes for n in certified))

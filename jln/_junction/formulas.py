@@ -59,8 +59,8 @@ By (42) the cotangent of the norm's result, which (6) to (9) call dy, is dy * u;
     (45) t  = x' * u + x * u' * z'    the t of (18)                                           (the gate before the norm)
     (46) y' = (19) * u + (x_hat * s) * u' * z'                                                (the norm before the gate)
 
-With an RMSNorm of x in front of the sum, (1) to (4) are of the total. Of x the same terms are p, u and the branch, whose
-scale is t:
+With an RMSNorm of x in front of the sum, (1) to (4) are of the total. Of x the same terms are p, u and the branch,
+whose scale is t:
 
     (31) p_m   = ((1/H) sum_h x_mh^2 + epsilon)^(-1/2)
     (32) u     = x * p

@@ -8,19 +8,14 @@ prepared for the operators, or a sentence says why the framework's own code must
 
 from __future__ import annotations
 
-from jln._modules.adapter import Adapter, named
-from jln._modules.arguments import OfLayerNorm, OfRMSNorm, OfSum, axes, listing
+from jln._modules.adapter import Adapter, axes, named
 from jln._modules.norms import Linear, Prepared, prepare
 
 __all__ = [
     "Adapter",
     "Linear",
-    "OfLayerNorm",
-    "OfRMSNorm",
-    "OfSum",
     "Prepared",
     "axes",
-    "listing",
     "missing",
     "named",
     "prepare",

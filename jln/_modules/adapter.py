@@ -4,14 +4,55 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
+from jln import _checks
 from jln._explain import Route, into, listening, note
-from jln._modules.arguments import AS_GIVEN, Inputs, OfLayerNorm, OfRMSNorm, OfSum, promoted_sum, refuse_others, taken
+from jln._junction.arrays import Arrays
 from jln._modules.norms import Linear, Prepared
-from jln._operators.eight_bits import Scaled
+from jln._operators.eight_bits import Quantize, Scaled
+
+
+class Inputs(NamedTuple):
+    """What a module's call reads: x, the residual that is added to it, and their sum, or x alone, which is normalised.
+
+    The operators add up for themselves; a sum that nothing reads is not in a compiled program.
+    """
+
+    x: Any
+    residual: Any
+    total: Any
+
+    def read_by(self, norm: Prepared, reads_as_given: bool) -> tuple[Arrays, str]:
+        """Return the arrays that the operator takes for `norm` of the total, and why.
+
+        reads_as_given: whether the norm's x is the total, but for a cast.
+        """
+        if self.residual is not None and not (reads_as_given and norm.x.dtype == self.total.dtype):
+            return Arrays(norm.x), "but for the sum of x and the residual: the norm promotes what it reads"
+        x = norm.x if self.residual is None else self.x
+        return Arrays(x, self.residual), "all arguments are the operator's"
+
+    def result(self, y: Any, total: jax.Array | None = None) -> Any:
+        """The result as the modules' users get it: y, or (y, total) of a sum, which the operator may have made."""
+        return y if self.residual is None else (y, self.total if total is None else total)
+
+
+def inputs_of(x: Any, residual: Any) -> Inputs:
+    """The arrays of a call, checked where there is a residual: without one what is wrong is the framework's to say."""
+    if residual is None:
+        return Inputs(x, None, x)
+    x, residual = _checks.array("x", x), _checks.array("residual", residual)
+    _checks.shape("residual", residual, x.shape, "that of x")
+    dtype = _checks.promoted(x.dtype, residual.dtype)
+    return Inputs(x, residual, x.astype(dtype) + residual.astype(dtype))
+
+
+def axes(axis: int | Iterable[int]) -> tuple[int, ...]:
+    """The axes as a tuple, where Flax takes an int too."""
+    return tuple(axis) if isinstance(axis, Iterable) else (axis,)
 
 
 class Adapter(abc.ABC):
@@ -35,10 +76,6 @@ class Adapter(abc.ABC):
         """The place of a layer in its model; "" where it is not known."""
 
     @abc.abstractmethod
-    def axes(self, layer: Any, x: Any) -> int | Iterable[int]:
-        """The axes of x over which a norm is."""
-
-    @abc.abstractmethod
     def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> Prepared | str:
         """A norm of x in the operators' terms, or the reason why they cannot compute it.
 
@@ -46,19 +83,16 @@ class Adapter(abc.ABC):
         made them: that is for the framework's own code.
         """
 
-    def existing(self, layer: Any, x: Any, own: Mapping[str, Any], caller: Any) -> Prepared | str:
-        """A norm as of `prepared`, whose parameters exist and are read without a call of it.
-
-        caller: the layer that is called, which may be the norm itself.
-        """
+    def existing(self, layer: Any, x: Any, own: Mapping[str, Any]) -> Prepared | str:
+        """A norm as of `prepared`, whose parameters exist and are read without a call of it."""
         return self.prepared(layer, x, own)
 
-    @abc.abstractmethod
     def linear(self, layer: Any, norm: Prepared, own: Mapping[str, Any]) -> Linear | str:
         """A Linear behind the norm in the operators' terms, or the reason why it cannot be."""
+        raise NotImplementedError
 
-    def obstacle(self, layer: Any, role: str) -> str | None:
-        """The reason why a norm must be called; None where its parameters may be read without. role: its name."""
+    def obstacle(self, norm: Any) -> str | None:
+        """The reason why a norm must be called; None where its parameters may be read without."""
         return None
 
     def reads_as_given(self, layer: Any) -> bool:
@@ -68,25 +102,17 @@ class Adapter(abc.ABC):
     def is_layer_norm(self, layer: Any) -> bool:
         return isinstance(layer, self.theirs[0])
 
-    def norm(self, layer: Any, x: Any, beside: Mapping[str, Any], **own: Any) -> Any:
-        """Compute the call of a norm, from within it. beside: the arguments of `OfRMSNorm`."""
-        refuse_others(beside, OfLayerNorm if self.is_layer_norm(layer) else OfRMSNorm, layer)
-        over = () if beside.get("residual") is None else self.axes(layer, x)
-        inputs = taken(x, over, **beside)
-        if inputs.x_norm is not None:
-            return self._both_sides(layer, inputs, own)
+    def norm(self, layer: Any, x: Any, residual: Any, **own: Any) -> Any:
+        """Compute the call of a norm, from within it."""
+        inputs = inputs_of(x, residual)
         name, norm = self._name(layer), self.prepared(layer, inputs.total, own)
-        gated = inputs.arrays.z is not None or inputs.arrays.x_z is not None
-        if gated and isinstance(norm, Prepared) and norm.offset is not None:
-            norm = "the norm has an offset, and the gated operator has none"
         if isinstance(norm, str):
-            inputs.refuse_own_code(norm)
             note(name, "plain", norm, inputs.total)
             cls = self.theirs[0 if self.is_layer_norm(layer) else 1]
-            return inputs.result(inputs.computed_by(lambda a: cls.__call__(layer, a, **own)))
+            return inputs.result(cls.__call__(layer, inputs.total, **own))
         operands, why = inputs.read_by(norm, self.reads_as_given(layer))
         note(name, "norm", why, norm.x)
-        results = norm.value(operands, inputs.quantize)
+        results = norm.value(operands)
         return inputs.result(results.y, results.total)
 
     def linears(
@@ -95,7 +121,8 @@ class Adapter(abc.ABC):
         norm: Any,
         linears: Mapping[str, Any],
         x: Any,
-        beside: Mapping[str, Any],
+        residual: Any,
+        quantize: Quantize,
         *,
         several: bool,
         of_linears: Mapping[str, Any] | None = None,
@@ -103,23 +130,23 @@ class Adapter(abc.ABC):
     ) -> Any:
         """Compute the call of a norm with Linears, from within it: as one operator, or each called by itself.
 
-        beside: the arguments of `OfSum`. several: whether the result is a tuple. of_linears: arguments of the Linears.
+        several: whether the result is a tuple. of_linears: arguments of the Linears.
         """
-        refuse_others(beside, OfSum, layer)
-        inputs, of_linears = taken(x, **beside), of_linears or {}
+        inputs, of_linears = inputs_of(x, residual), of_linears or {}
         name = self._name(layer, f"{self._kind(norm)}{self.linear_name}")
-        operator = self._fused(norm, linears, inputs, layer, of_linears, own)
-        if isinstance(operator, str) and inputs.quantize is not None:
+        operator = self._fused(norm, linears, inputs, of_linears, own)
+        if isinstance(operator, str) and quantize is not None:
             self._call_each(norm, linears, inputs, of_linears, own)
-            operator = self._fused(norm, linears, inputs, layer, of_linears, own, called=True)
+            operator = self._fused(norm, linears, inputs, of_linears, own, called=True)
         if not isinstance(operator, str):
             prepared, kernels = operator
             operands, why = inputs.read_by(prepared, self.reads_as_given(norm))
             note(name, "fused", why, prepared.x)
-            results = prepared.linears(kernels, operands, inputs.quantize)
+            results = prepared.linears(kernels, operands, quantize)
             y = results.y if several else results.y[0]
             return inputs.result(y if results.y_max is None else Scaled(y, results.y_max), results.total)
-        inputs.refuse_own_code(operator)
+        if quantize is not None:
+            raise ValueError(f"quantize={quantize!r} is of jln's operators, which cannot compute this call: {operator}")
         routes: list[Route] = []
         with listening(into(routes)):
             z = norm(inputs.total, **own)
@@ -144,7 +171,6 @@ class Adapter(abc.ABC):
         norm: Any,
         linears: Mapping[str, Any],
         inputs: Inputs,
-        caller: Any,
         of_linears: Mapping,
         own: Mapping,
         called: bool = False,
@@ -153,11 +179,11 @@ class Adapter(abc.ABC):
 
         No layer is called here: nobody sees half a result. called: whether all have been.
         """
-        if not called and (obstacle := self.obstacle(norm, "the norm")) is not None:
+        if not called and (obstacle := self.obstacle(norm)) is not None:
             return obstacle
         if type(norm).__call__ not in [cls.__call__ for cls in (*self.ours, *self.theirs)]:
             return "the norm has a call of its own"
-        prepared = self.existing(norm, inputs.total, own, caller)
+        prepared = self.existing(norm, inputs.total, own)
         if isinstance(prepared, str):
             return prepared
         kernels: list[Linear] = []
@@ -170,33 +196,6 @@ class Adapter(abc.ABC):
         if any(a.precision != kernels[0].precision for a in kernels):
             return "the Linears differ in precision"
         return prepared, kernels
-
-    def _both_sides(self, layer: Any, inputs: Inputs, own: Mapping[str, Any]) -> tuple[Any, jax.Array]:
-        """Compute `(norm(total), total)` with `total = residual + x_norm(x)`: as one operator, or one by one."""
-        x, residual, x_norm, cls = inputs.arrays.x, inputs.arrays.residual, inputs.x_norm, self.ours[1]
-        if not isinstance(x_norm, cls):
-            got = type(x_norm)
-            asked = f"{cls.__module__}.{cls.__name__}"
-            raise TypeError(f"x_norm must be a {asked}; got a {got.__name__} of {got.__module__}")
-        is_ours, name = type(x_norm).__call__ is cls.__call__, self._name(layer)
-
-        def read(norm: Any, role: str, a: jax.Array) -> Prepared | str:
-            return self.obstacle(norm, role) or self.existing(norm, a, own if norm is layer else {}, layer)
-
-        why = in_front = read(x_norm, "x_norm", x) if is_ours else "x_norm has a call of its own"
-        if isinstance(in_front, Prepared):  # the residual has the total's shape, and that is all that is asked
-            behind = read(layer, "the norm", residual.astype(in_front.dtype_added_to(residual)))
-            why = in_front.obstacle_of_both(behind, residual, self.reads_as_given(layer))
-            if isinstance(behind, Prepared) and why is None:
-                note(name, "norm", f"{AS_GIVEN}, those of x_norm too", x)
-                return in_front.followed_by(behind, residual, inputs.quantize)
-        total = x_norm(x, added_to=residual) if is_ours else promoted_sum(residual, x_norm(x))
-        routes: list[Route] = []
-        with listening(into(routes)):
-            y = self.norm(layer, total, {"quantize": inputs.quantize}, **own)
-        for route in routes:
-            note(*route[:2], f"not one operator with x_norm: {why}" if route.path == "norm" else route.why, x)
-        return y, total
 
     def _kind(self, norm: Any) -> str:
         return "LayerNorm" if self.is_layer_norm(norm) else "RMSNorm"

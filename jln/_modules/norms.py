@@ -40,56 +40,20 @@ class Prepared:
         scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in pairs)
         return dataclasses.replace(self, scale=scale, offset=offset)
 
-    def value(self, read: Arrays, quantize: Quantize) -> Arrays:
-        """The norm's results for `read`: x, addends, x and z, or x and an array to which y is added.
+    def value(self, read: Arrays) -> Arrays:
+        """The norm's results for `read`: x, or x and a residual.
 
         A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; the result is still rounded
         once. The frameworks' own layers can be differentiated in forward mode, so these can.
         """
-        dtype = self.dtype if read.added is None else self.dtype_added_to(read.added)
         return call(
             self._with_own(read),
             subtract_mean=self.subtract_mean,
             axis=self.axes,
             epsilon=self.epsilon,
-            **_in_eight_bits_or(dtype, quantize),
+            dtype=self.dtype,
+            forward_mode=True,
         )
-
-    def dtype_added_to(self, residual: jax.Array) -> jnp.dtype:
-        """The dtype of the sum of `residual` and the norm's result."""
-        return _checks.promoted(residual.dtype, self.dtype)
-
-    def followed_by(self, norm: Prepared, residual: jax.Array, quantize: Quantize) -> tuple[Any, jax.Array]:
-        """Return (y, total) of `norm` of `total = residual +` this norm, as one operator.
-
-        The caller has checked that nothing keeps them from being one.
-        """
-        results = call(
-            norm._with_own(Arrays(self.x, residual, x_scale=self._parameter(self.scale))),
-            subtract_mean=False,
-            axis=self.axes,
-            epsilon=self.epsilon,
-            both_sides=True,
-            **_in_eight_bits_or(norm.dtype, quantize),
-        )
-        return results.y, results.total
-
-    def obstacle_of_both(self, norm: Prepared | str, residual: jax.Array, reads_as_given: bool) -> str | None:
-        """The reason why `followed_by` cannot compute `norm` of `residual +` this norm; None where it can."""
-        if isinstance(norm, str):
-            return norm
-        if any(a.subtract_mean or a.offset is not None for a in (self, norm)):
-            return "one of the two subtracts a mean or has an offset"
-        if self.axes != norm.axes:
-            return f"the two differ in axes: {self.axes} and {norm.axes}"
-        if self.epsilon != norm.epsilon:
-            return f"the two differ in epsilon: {self.epsilon:g} and {norm.epsilon:g}"
-        total = self.dtype_added_to(residual)
-        if _checks.promoted(self.x.dtype, residual.dtype) != total:
-            return f"x is {self.x.dtype}, the residual {residual.dtype}, their sum behind the norm {total}"
-        if not reads_as_given or norm.x.dtype != total:
-            return "the norm promotes what it reads"
-        return None
 
     def linears(self, linears: Sequence[Linear], read: Arrays, quantize: Quantize) -> Arrays:
         """The products of the norm of `read` and the Linears, as one operator; with the total where `read` has addends.
@@ -132,11 +96,6 @@ class Prepared:
             dtypes = f"x is {self.x.dtype}, the norm's result {self.dtype}, the product {product_dtype}"
             return f"{dtypes}: one operator would round differently"
         return None
-
-
-def _in_eight_bits_or(dtype: Any, quantize: Quantize) -> dict[str, Any]:
-    """The arguments of a call whose result is in `dtype`, or in eight bits."""
-    return {"dtype": dtype, "forward_mode": True} if quantize is None else {"quantize": quantize}
 
 
 class Linear(NamedTuple):
