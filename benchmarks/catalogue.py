@@ -200,7 +200,7 @@ def _form(
     """The public operator of a name with these arguments, by default all that are not by keyword alone."""
     hints = get_type_hints(getattr(jln, name))
     parameters = inspect.signature(getattr(jln, name)).parameters
-    takes = tuple(n for n in parameters if n in (*OPERANDS, "x_offset"))
+    takes = tuple(n for n in parameters if n in OPERANDS)
     keywords = tuple(n for n in takes if parameters[n].kind is inspect.Parameter.KEYWORD_ONLY)
     names = given if given is not None else tuple(n for n in takes if n not in keywords)
     is_linear, adds = "kernel" in takes, get_origin(hints["return"]) is tuple
@@ -208,8 +208,7 @@ def _form(
     results = {"y": ("rows", "N") if is_linear else ("x",)} | ({"total": ("x",)} if adds else {})
 
     # The names in the table, and from there back. Without a sum, total is x.
-    others = {"x_offset": "x_bias"}
-    others |= {} if adds else {"residual": "added"}
+    others = {} if adds else {"residual": "added"}
     others |= {"z": "x_z"} if options == GATE_FIRST else {}
     in_table = {n: others.get(n, n) for n in names}
     back = {n: n for n in (*results, "dy")} | {"total": "total" if adds else "x"} | {t: n for n, t in in_table.items()}

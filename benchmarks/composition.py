@@ -38,7 +38,7 @@ def composed(
         operands = dict(zip(names, arguments, strict=True))
         x = operands["x"]
         if entry.both_sides:
-            x = norm(x, operands.get("x_scale"), operands.get("x_offset"))
+            x = norm(x, operands.get("x_scale"), None)
         if "x_bias" in operands:
             x = x + operands["x_bias"]
         if "gate" in operands:

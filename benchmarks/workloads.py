@@ -275,7 +275,6 @@ WORKLOADS = _named(
         extras=("gate",),
         of_examples=("gate",),
     ),
-    Workload("layer-norms-both-sides", "layer_norm_add_layer_norm", _ONE, "CogView: LayerNorms, with offsets"),
     Workload(
         "norms-both-sides-qkv",
         "rms_norm_add_rms_norm_linear",
@@ -283,13 +282,6 @@ WORKLOADS = _named(
         "Gemma 3: q, k and v behind both norms",
         (4096, 2048, 2048),
         absent=_BIAS,
-    ),
-    Workload(
-        "layer-norms-both-sides-qkv",
-        "layer_norm_add_layer_norm_linear",
-        _ONE,
-        "CogView: q, k and v behind both norms",
-        3 * (4096,),
     ),
     Workload("post-rms-norm", "rms_norm_add", _ONE, "OLMo 2: the norm of a branch, then the residual"),
     Workload("post-layer-norm", "layer_norm_add", _ONE, "Swin 2: likewise"),

@@ -31,14 +31,12 @@ OPERATORS = (
     "layer_norm_add",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
-    "layer_norm_add_layer_norm",
     "rms_norm_gated",
     "layer_norm_linear",
     "rms_norm_linear",
     "add_layer_norm_linear",
     "add_rms_norm_linear",
     "rms_norm_add_rms_norm_linear",
-    "layer_norm_add_layer_norm_linear",
 )
 NORMS, PAIRS = ("LayerNorm", "RMSNorm"), ("LayerNormLinear", "RMSNormLinear")
 # Title, module, and what the page has of it: (name, the methods that it has, too).
@@ -50,7 +48,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Flax NNX", "jln.nnx", ("fuse", *NORMS, *PAIRS)),
     ("Flax Linen", "jln.linen", (*NORMS, "LayerNormDense", "RMSNormDense")),
     ("Haiku", "jln.haiku", (*NORMS, *PAIRS)),
-    ("Equinox", "jln.equinox", (*NORMS, *PAIRS)),
+    ("Equinox", "jln.equinox", NORMS),
     ("What a model runs", "jln", ("explain", "Route")),
     (
         "Gradient checking",
@@ -91,7 +89,6 @@ Made from the docstrings by `python tests/pages/api_reference.py`, which writes 
 Shapes: `M` rows (all leading axes together), `H` elements of a row (the normalised axis), `N` output features of a
 Linear. "As of" another entry means: the same shapes, dtypes, default and errors.
 """
-CALLS = "Calls of modules"  # the heading over the arguments that all frameworks' modules take
 
 
 @functools.cache
@@ -120,16 +117,8 @@ def method(cls: griffe.Class, name: str) -> griffe.Function | None:
 
 
 def parameters(function: griffe.Function) -> list[griffe.Parameter]:
-    """The parameters of a function but self, those of `**beside: Unpack[...]` one by one."""
-    found = [p for p in function.parameters if p.name != "self"]
-    return [p for own in found for p in (beside(own) if own.name == "beside" else [own])]
-
-
-def beside(parameter: griffe.Parameter) -> list[griffe.Parameter]:
-    """The arguments that `**beside: Unpack[...]` lists, with the defaults of the function that takes them all."""
-    module = target(loaded()["_modules.arguments"])
-    defaults, cls = module["taken"].parameters, module[str(parameter.annotation).rstrip("]").rpartition(".")[2]]
-    return [defaults[name] for name in cls.attributes]
+    """The parameters of a function but self."""
+    return [p for p in function.parameters if p.name != "self"]
 
 
 def signature(name: str, function: griffe.Function) -> str:
@@ -161,8 +150,6 @@ def rendered(found: griffe.Object) -> str:
                 item.description = " ".join(item.description.split())
                 if section.kind.value == "attributes" and item.name.endswith(","):
                     item.name += f" {str(item.annotation).strip('()')}"  # griffe's type of the first of several names
-                if section.kind.value == "parameters" and item.name == "**beside":
-                    item.name = ", ".join(p.name for p in beside(found.parameters["beside"]))
                 item.annotation = item.annotation if section.kind.value == "raises" else None
         if section.kind.value in ("parameters", "attributes"):
             section.value = together(section.value)
@@ -173,7 +160,6 @@ def rendered(found: griffe.Object) -> str:
     text = re.sub(r"^- +\u2013 ", "- ", text, flags=re.M)
     text = re.sub(r"^- [*`]{1,2}([*\w, ]+?)[*`]{1,2} \u2013", lambda m: f"- {in_code(m[1])}:", text, flags=re.M)
     text = text.replace("**Parameters:**", "**Arguments**").replace(":**\n", "**\n")
-    text = re.sub(r"every (\w+) of jln", rf"every [\1 of jln](#{anchor(CALLS)})", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
@@ -243,12 +229,8 @@ def page() -> str:
     package = loaded()
     names = {f"{path}.{name}": None for _, path, found in SECTIONS for name in found}
     titles = [title for title, _, _ in SECTIONS]
-    titles.insert(titles.index("Flax NNX"), CALLS)
     parts = [HEAD, "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)]
     for title, path, found in SECTIONS:
-        if title == "Flax NNX":  # the first of the frameworks
-            arguments = rendered(target(package["_modules.arguments.OfRMSNorm"]))
-            parts += [f"## {CALLS}", linked(arguments.replace("**Attributes**", "**Arguments**"), "jln", names, "")]
         module = package if path == "jln" else target(package[path.removeprefix("jln.")])
         parts.append(f"## {title}")
         if path != "jln":

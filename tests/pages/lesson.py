@@ -23,7 +23,6 @@ KERNELS = tuple(
         "terms",
         "forward",
         "eight_bits",
-        "along_rows",
         "row_terms",
         "backward",
         "with_linear",

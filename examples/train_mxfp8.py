@@ -1,6 +1,6 @@
 """Losses of a small transformer, trained on bytes of these pages, in bfloat16 and with its Linears in eight bits.
 
-python benchmarks/train_in_eight_bits.py --steps 300
+python examples/train_mxfp8.py --steps 300
 
 All Linears stand behind a norm but those into the residual stream, which stay in bfloat16. All start the same.
 """
@@ -13,6 +13,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import jln
 
@@ -49,20 +50,19 @@ def loss(quantize, p, text):
 def train(quantize, text, steps):
     """The losses of all steps of Adam."""
 
+    adam = optax.adam(optax.linear_schedule(0, 2e-3, 30), b2=0.99)
+
     @jax.jit
-    def step(state, i, rows):
-        p, m, v = state
+    def step(p, state, rows):
         value, gradient = jax.value_and_grad(functools.partial(loss, quantize))(p, rows)
-        m = jax.tree.map(lambda a, g: 0.9 * a + 0.1 * g, m, gradient)
-        v = jax.tree.map(lambda a, g: 0.99 * a + 0.01 * g * g, v, gradient)
-        rate = 2e-3 * jnp.minimum(1, i / 30) * jnp.sqrt(1 - 0.99**i) / (1 - 0.9**i)
-        return (jax.tree.map(lambda p, m, v: p - rate * m / (jnp.sqrt(v) + 1e-8), p, m, v), m, v), value
+        updates, state = adam.update(gradient, state)
+        return optax.apply_updates(p, updates), state, value
 
     p = parameters(jax.random.key(0))
-    state, losses, random = (p, *[jax.tree.map(jnp.zeros_like, p)] * 2), [], np.random.default_rng(0)
-    for i in range(1, steps + 1):
+    state, losses, random = adam.init(p), [], np.random.default_rng(0)
+    for _ in range(steps):
         first = random.integers(0, len(text) - LENGTH - 1, BATCH)
-        state, value = step(state, jnp.float32(i), text[first[:, None] + np.arange(LENGTH + 1)])
+        p, state, value = step(p, state, text[first[:, None] + np.arange(LENGTH + 1)])
         losses.append(float(value))
     return losses
 
