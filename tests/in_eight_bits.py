@@ -41,33 +41,6 @@ def block_scaled(y: Any, dtype: Any) -> Bits:
     return Bits(values, scale.astype(np.float32))
 
 
-def blocks_of_rows(numbers: Any, transposed: bool, dtype: Any) -> Bits:
-    """Each 32 rows of a column of `[*rows, H]` so, counted over all axes, the last filled with zeros.
-
-    As `jln._junction.along_rows.in_blocks_of_rows` lays them out.
-    """
-    *rows, h = numbers.shape
-    with np.errstate(invalid="ignore"):
-        columns = np.asarray(numbers, np.float64).reshape(-1, h).T
-    columns = np.pad(columns, ((0, 0), (0, -columns.shape[1] % BLOCK)))
-    made = block_scaled(columns, dtype)
-    if not rows or rows[-1] % BLOCK:
-        rows = [columns.shape[1]]
-
-    def placed(a: np.ndarray, last: int) -> np.ndarray:
-        a = a.reshape(h, *rows[:-1], last)
-        return a if transposed else np.moveaxis(a, 0, -1)
-
-    return Bits(placed(made.values, rows[-1]), placed(made.scale, rows[-1] // BLOCK))
-
-
-def along_last(transposed: bool, *quantised: Any) -> list[Any]:
-    """Blocks of rows along the last axis, as `compare` spreads them."""
-    if transposed:
-        return list(quantised)
-    return [q._replace(values=np.moveaxis(q.values, -1, 0), scale=np.moveaxis(q.scale, -1, 0)) for q in quantised]
-
-
 def spread(scale: Any) -> np.ndarray:
     """The scale of each element, of one scale or of one for each block."""
     scale = np.asarray(scale, np.float32)

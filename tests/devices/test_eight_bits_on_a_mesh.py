@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
-from jln._operators.eight_bits import Ways
 from matrix import communication, mesh
 
 KINDS = {"one scale": jln.Float8(0.03), "blocks": jln.MXFloat8(), "current": jln.Float8()}
@@ -66,29 +65,6 @@ def test_gradients_on_a_mesh(kind, spec, axes):
     chex.assert_trees_all_close(jax.device_get(got), gradients(None)(x, scale, dy), rtol=1e-5, atol=1e-5)
     if spec in ("rows", "rows over both axes"):
         assert communication(ours)[0] == communication(plain)[0]
-
-
-WAYS = {
-    "three scales": Ways((jln.Float8(0.03), jln.Float8(0.1), jln.Float8(0.05, "float8_e5m2"))),
-    "blocks and a scale": Ways((jln.MXFloat8(), jln.Float8(0.03))),
-    "current, and itself": Ways((jln.Float8(), None)),
-}
-
-
-@pytest.mark.parametrize("ways", WAYS)
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_several_ways_on_a_mesh(ways, spec, axes, implementation):
-    x, scale = workbench.normal(0, (8, 4, 128), "float32"), workbench.normal(1, (128,), "float32")
-    over, how = mesh(axes), {"dtype": "float32"} if "itself" in ways else {}
-
-    def f(x, scale):
-        return jln.layer_norm(x, scale, quantize=WAYS[ways], implementation=implementation, **how)
-
-    true, placed = jax.jit(f)(x, scale), jax.device_put(x, NamedSharding(over, SPECS[spec]))
-    with jax.set_mesh(over):
-        got = jax.jit(f)(placed, scale)
-    chex.assert_trees_all_close(jax.tree.map(wide, got), jax.tree.map(wide, true), rtol=2.0**-3, atol=1e-6)
 
 
 def test_gradients_in_a_shard_map(implementation):

@@ -37,12 +37,12 @@ def lowering_for(chip: str):
 class Case:
     """An operator, its operands, and the chip it runs on.
 
-    Letters stand for operands by their initials; e is x_bias, p x_scale, q x_offset; d and t are the cotangents of y
-    and of the sum.
+    Letters stand for operands by their initials; e is x_bias, p x_scale; d and t are the cotangents of y and of the
+    sum.
 
     shape: x's.
     features: the Linear's; or of several a tuple each, with `unbiased`, the places of those that have no bias.
-    without: letters of the optional operands that are None, of "sobegpq".
+    without: letters of the optional operands that are None, of "sobegp".
     over: letters of the operands that have an axis of EXAMPLES of their own, for vmap.
     wanted: letters of the operands whose gradients are taken; all if empty.
     gate_of_rows: whether a gate has one value a row.
@@ -121,9 +121,7 @@ class Case:
 
     @property
     def letters(self) -> str:
-        return "".join(
-            {"x_bias": "e", "x_scale": "p", "x_offset": "q"}.get(name, name[0]) for name in self.kind.kind.names
-        )
+        return "".join({"x_bias": "e", "x_scale": "p"}.get(name, name[0]) for name in self.kind.kind.names)
 
     @property
     def adds(self) -> bool:
@@ -166,7 +164,7 @@ def _one(case: Case) -> dict[str, np.ndarray | None]:
     given["x"] = ((given["x"] + case.mean) * case.magnitude).astype(case.dtype)
     if case.residual:
         given["r"] = given["r"].astype(case.residual)
-    for i, letter in enumerate("sogpq"):
+    for i, letter in enumerate("sogp"):
         if given.get(letter) is not None and (case.own_axes or (letter == "g" and case.gate_of_rows)):
             given[letter] = workbench.normal(30 + i, case.parameter_shape(letter), case.parameters or case.dtype)
     given |= {letter: None for letter in case.without}
@@ -237,7 +235,7 @@ def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
 
 
 # What examples may have of their own, and what of it is never of rows.
-OF_EXAMPLES = ("g", "dgate", "s", "o", "p", "q", "dscale", "doffset", "dx_scale", "dx_offset")
+OF_EXAMPLES = ("g", "dgate", "s", "o", "p", "dscale", "doffset", "dx_scale")
 
 
 def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:

@@ -2,8 +2,8 @@
 
 from cases import Case, cases, check
 
-BOTH, LAYERS = "rms_norm_add_rms_norm", "layer_norm_add_layer_norm"
-GATED, GATED_LAYERS = f"{BOTH}, gate", f"{LAYERS}, gate"
+BOTH = "rms_norm_add_rms_norm"
+GATED = f"{BOTH}, gate"
 
 # Tiles of several rows, several programs and a ragged last tile; one row; rows on 16 bytes and not; a float32 residual;
 # the widest rows that a tile holds; beside a float32 residual 5376, of which a fourth round of a thread's is left out.
@@ -27,38 +27,27 @@ WHOLE = [
     Case(BOTH, (4, 8192), "bfloat16", "small-h200", residual="float32"),
 ]
 
-# As above; LayerNorms of the widest rows in one kernel and of wider ones.
-CENTRED = [
-    Case(LAYERS, (70, 128), "bfloat16", "small-h200"),
-    Case(LAYERS, (29, 1001), "float32", "a100", zero_centered_scale=True),
-    Case(LAYERS, (9, 33), "bfloat16", "h200", without="soq"),
-    Case(LAYERS, (5, 4096), "bfloat16", "small-h200", mean=30.0),
-    Case(LAYERS, (3, 8192), "bfloat16", "small-h200"),
-    Case(LAYERS, (19, 256), "bfloat16", "small-h200", wanted="q"),
-    Case(LAYERS, (7, 5376), "bfloat16", "small-h200", residual="float32", parameters="float32"),
-]
-
 # A gate between the norms, of features, rows and examples. Where the norms take two kernels XLA multiplies by it.
 BETWEEN = [
     Case(GATED, (70, 128), "bfloat16", "small-h200"),
     Case(GATED, (29, 1000), "float32", "small-l4", gate_of_rows=True),
-    Case(GATED_LAYERS, (33, 768), "bfloat16", "small-b200", residual="float32", parameters="float32"),
-    Case(GATED_LAYERS, (9, 100), "float64", "a100", gate_of_rows=True),
+    Case(GATED, (33, 768), "bfloat16", "small-b200", residual="float32", parameters="float32"),
+    Case(GATED, (9, 100), "float64", "a100", gate_of_rows=True, zero_centered_scale=True),
     Case(GATED, (3, 16384), "bfloat16", "small-h200"),
     Case(GATED, (19, 256), "bfloat16", "small-h200", wanted="g"),
     Case(GATED, (3, 70, 128), "bfloat16", "small-h200", of_examples=True),
     Case(GATED, (5, 5376), "bfloat16", "small-a100", residual="float32", parameters="float32"),
-    Case(GATED_LAYERS, (5, 4096), "bfloat16", "small-h200", residual="float32", parameters="float32"),
+    Case(GATED, (5, 4096), "bfloat16", "small-h200", residual="float32", parameters="float32"),
 ]
 
 OF_HEADS = [
     Case(BOTH, (5, 4, 128), "bfloat16", "small-h200", of_heads=True),
-    Case(GATED_LAYERS, (5, 3, 100), "float32", "small-a100", of_heads=True),
+    Case(GATED, (5, 3, 100), "float32", "small-a100", of_heads=True),
 ]
 
 LINEARS = [
     Case(f"{BOTH}_linear", (70, 128), "bfloat16", "small-h200", features=(16,)),
-    Case(f"{LAYERS}_linear", (33, 104), "float32", "a100", features=(300,)),
+    Case(f"{BOTH}_linear", (33, 104), "float32", "a100", features=(300,)),
 ]
 
 GROUPS = [
@@ -79,11 +68,6 @@ BEHIND = [
 
 @cases(WHOLE, quick=(0, 1, 2, 4, 8, 10, 14))
 def test_norms_on_both_sides(case):
-    check(case)
-
-
-@cases(CENTRED, quick=(0, 3))
-def test_layer_norms_on_both_sides(case):
     check(case)
 
 

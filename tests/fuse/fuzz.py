@@ -314,12 +314,12 @@ def is_of_rows(plan: Plan) -> bool:
 
 
 def norms(function: Callable[..., Any], *args: Any) -> list[str]:
-    """Return the operators that fuse puts into the function, and "rms_norm, left" for each norm left to XLA."""
+    """Return the operators that fuse puts into the function, and for each norm left to XLA what was left."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "jln.fuse found no norm")
         routes = jln.explain(jln.fuse(function), *args)
     found = [r.layer.removeprefix("jln.") for r in routes if r.path != "plain"]
-    left = [r.why for r in routes if r.path == "plain" and "XLA makes" in r.why]
+    left = [r.why for r in routes if r.path == "plain" and ("XLA makes" in r.why or "no kernel reads" in r.why)]
     return found + ["over other axes, left" if "axes" in why else "rms_norm, left" for why in left]
 
 

@@ -144,7 +144,7 @@ def norms_on_both_sides_around_zero(x, r, s, t):
     return rms(total) * (1 + t), total
 
 
-@case(X, R, S, B, S + 1, finds="layer_norm_add_layer_norm")
+@case(X, R, S, B, S + 1, finds="layer_norm_add layer_norm")
 def layer_norms_on_both_sides(x, r, s, b, t):
     total = r + layer(x, s, b)
     return layer(total, t, b), total
@@ -243,7 +243,7 @@ def a_kernel_first_of_rows_in_one_axis(x, r, s, w):
     return jnp.einsum("hk,mh->km", w, rms((r + x).reshape(-1, H), s))
 
 
-@case(X, R, S, W, finds="layer_norm_add_layer_norm_linear", linears=True)
+@case(X, R, S, W, finds="layer_norm_add layer_norm_linear", linears=True)
 def a_linear_behind_norms_without_offsets(x, r, s, w):
     def norm(a):
         centred = a - a.mean(-1, keepdims=True)

@@ -220,7 +220,6 @@ def _in_numbers(y, shape):
         return y, {}
     told = {LARGEST: y.amax, SCALE: getattr(y, "scale", None)}
     if y.amax is None:
-        along = -1 if y.scale.shape[-1] != shape[-1] else -2
-        told[SCALE] = jnp.repeat(y.scale.astype("float32"), 32, along)
+        told[SCALE] = jnp.repeat(y.scale.astype("float32"), 32, -1)
     numbers = y.dequantized() if isinstance(y, jln.Quantized) else y.y
     return numbers, {n: jnp.broadcast_to(a, shape) for n, a in told.items() if a is not None}

@@ -63,31 +63,8 @@ def in_eight_bits(case: Case) -> Case:
     kinds = [jln.Float8(r.choice((0.003, 0.02, 0.1, 1.0)), dtype), jln.Float8(dtype=dtype)]
     if case.axes == (len(case.shape) - 1,) and case.shape[-1] % 32 == 0:
         kinds += [jln.MXFloat8(dtype)] * 2
-    if _has_blocks_of_rows(case):
-        kinds += [jln.MXFloat8(dtype, axis=-2)] * 4
     static = {n: a for n, a in case.static.items() if n not in ("dtype", "precision")} | {"forward_mode": False}
-    quantize = r.choice(kinds)
-    if quantize == jln.Float8(dtype=dtype) and r.random() < 0.4:
-        quantize = jln.Float8(rule_of_scale, dtype)
-    return dataclasses.replace(case, static=static, quantize=quantize)
-
-
-def _has_blocks_of_rows(case: Case) -> bool:
-    """True where the result of a norm may be in blocks along the rows, whose parameters they share."""
-    if case.form.is_linear or case.axes != (len(case.shape) - 1,) or len(case.shape) < 2 or case.shape[-2] % 32:
-        return False
-
-    def is_shared(a: Array) -> bool:
-        of_levels = (level.size for level, axis in zip(case.levels, a.axes, strict=True) if axis is not None)
-        return math.prod(a.shape) == case.shape[-1] * math.prod(of_levels)
-
-    parameters = ("scale", "x_scale", "offset", "x_offset", "x_bias", "gate")
-    return all(is_shared(a) for name, a in case.operands.items() if name in parameters)
-
-
-def rule_of_scale(amax):
-    """A scale that is made of the largest number, as a user may write it, of numbers in NumPy, too."""
-    return (amax + 1e-3) / 448
+    return dataclasses.replace(case, static=static, quantize=r.choice(kinds))
 
 
 class Draw:

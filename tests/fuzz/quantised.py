@@ -24,18 +24,16 @@ def quantised(y: Tracked, quantize: Any, levels: int) -> dict[str, Tracked]:
     """
     value, low, high = y.value, y.value - y.error, y.value + y.error
     if isinstance(quantize, jln.MXFloat8):
-        scales = [_of_blocks(a, quantize.dtype) for a in _magnitudes(y, quantize.axis)]
+        scales = [_of_blocks(a, quantize.dtype) for a in _largest_of_blocks(y)]
         far = scales[2] > 2 * scales[1]
         made = [_numbers(a, s, quantize.dtype) for a in (low, high) for s in scales[1:]]
         numbers = _between(_numbers(value, scales[0], quantize.dtype), made, far, y.eps)
         return {"y": numbers, SCALE: _between(scales[0], scales[1:], far, y.eps)}
     amax = largest(y, levels)
     of_all = {"y": None, LARGEST: amax}
-    if quantize.scale is None or callable(quantize.scale):
+    if quantize.scale is None:
         most = float(jnp.finfo(quantize.dtype).max)
         scale = Tracked(np.where(amax.value > 0, amax.value / most, 1), amax.error / most, y.eps)
-        if quantize.scale is not None:
-            scale = Tracked(quantize.scale(amax.value), amax.error / 448, y.eps)
         return of_all | {"y": in_eight_bits(y, quantize), SCALE: scale.stored("float32")}
     scale = np.float32(quantize.scale)
     made = [_numbers(a, scale, quantize.dtype) for a in (low, high)]
@@ -46,7 +44,7 @@ def quantised(y: Tracked, quantize: Any, levels: int) -> dict[str, Tracked]:
 def largest(y: Tracked, levels: int) -> Tracked:
     """The largest magnitude of each example, written out."""
     own = tuple(range(levels, y.value.ndim))
-    value, low, high = (np.broadcast_to(a.max(own, keepdims=True), y.shape) for a in _magnitudes(y, None))
+    value, low, high = (np.broadcast_to(a.max(own, keepdims=True), y.shape) for a in _magnitudes(y))
     return Tracked(value, np.maximum(value - low, high - value), y.eps)
 
 
@@ -56,24 +54,20 @@ def in_eight_bits(a: Tracked, quantize: Any) -> Tracked:
     most, scale = float(info.max), getattr(quantize, "scale", None)
     size = a.magnitude + a.error
     largest_scale = 2 * size.max(initial=0) / most if scale is None else scale
-    if callable(scale):
-        largest_scale, scale = 2 * scale(size.max(initial=0)), None
     beyond = 0 if scale is None else np.maximum(size - most * scale, 0)
     return a.off_by(float(info.eps) / 2 * size + float(info.smallest_subnormal) / 2 * largest_scale + beyond)
 
 
-def _magnitudes(y: Tracked, axis: int | None) -> list[np.ndarray]:
-    """The magnitudes of what y is, and the least and the most that they may be.
-
-    axis: of blocks, whose largest ones are written out.
-    """
+def _magnitudes(y: Tracked) -> list[np.ndarray]:
+    """The magnitudes of what y is, and the least and the most that they may be."""
     size, error = np.broadcast_arrays(y.magnitude, y.error)
-    found = [size, np.maximum(size - error, 0), size + error]
-    if axis is None:
-        return found
-    columns = (np.moveaxis(a, axis, -1) for a in found)
-    of_blocks = (a.reshape(*a.shape[:-1], -1, BLOCK).max(-1) for a in columns)
-    return [np.moveaxis(np.repeat(a, BLOCK, -1), -1, axis) for a in of_blocks]
+    return [size, np.maximum(size - error, 0), size + error]
+
+
+def _largest_of_blocks(y: Tracked) -> list[np.ndarray]:
+    """The same of the largest of each block, written out."""
+    of_blocks = (a.reshape(*a.shape[:-1], -1, BLOCK).max(-1) for a in _magnitudes(y))
+    return [np.repeat(a, BLOCK, -1) for a in of_blocks]
 
 
 def _of_blocks(largest: np.ndarray, dtype: Any) -> np.ndarray:

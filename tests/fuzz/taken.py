@@ -8,7 +8,7 @@ import math
 from case import Case
 from jln._junction.arguments import FEWEST_ROWS
 
-PARAMETERS = ("scale", "offset", "x_scale", "x_offset", "gate", "x_bias")
+PARAMETERS = ("scale", "offset", "x_scale", "gate", "x_bias")
 OF_AXES, OF_PARAMETERS, OF_VMAP = (
     "takes rows whose elements lie side by side",
     "takes parameters that vary along x's first axes",

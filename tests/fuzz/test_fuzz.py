@@ -14,7 +14,7 @@ import pytest
 
 import workbench
 from called import answered
-from case import made
+from case import Array, Case, Level, made
 from catalogue import FORMS
 from drawn import draw
 from jln._core.one_by_one import WRONG
@@ -28,13 +28,13 @@ def is_wrong(seed):
 
 
 # The last one is of several Linears whose scale alone examples have of their own.
-@pytest.mark.parametrize("seed", [*range(16), 57849238])
+@pytest.mark.parametrize("seed", [*range(16), 15858])
 def test_some_cases(seed):
     assert not is_wrong(seed)
 
 
-# A row without others, of a product that sums over rows; two launches of a norm whose parameters are of examples.
-@pytest.mark.parametrize("seed", [100037, 501192])
+# A row without others, of a product that sums over rows; two launches of a norm whose parameters are of heads.
+@pytest.mark.parametrize("seed", [16732, 27537])
 def test_cases_in_eight_bits_that_were_wrong(seed):
     assert draw(seed).quantize is not None
     assert not is_wrong(seed)
@@ -42,25 +42,41 @@ def test_cases_in_eight_bits_that_were_wrong(seed):
 
 def test_eight_bits_are_drawn_with_everything():
     cases = [case for case in map(draw, range(2, 5000, 5)) if case.quantize is not None]
-    kinds = {(c.form.is_linear, type(c.quantize), type(getattr(c.quantize, "scale", None))) for c in cases}
-    assert len(kinds) == 8 and {c.form.title for c in cases} == {*FORMS}
+    kinds = {(c.form.is_linear, type(c.quantize), getattr(c.quantize, "scale", None) is None) for c in cases}
+    assert len(kinds) == 6 and {c.form.title for c in cases} == {*FORMS}
     assert {c.implementation for c in cases} == {None, "xla", "triton"}
     assert any(c.policy and c.levels and c.asks == "gradient" for c in cases)
 
 
-@pytest.mark.parametrize("seed", ["994436056", "524643758"])
-def test_the_sum_of_one_number_over_examples(seed):
-    """Cases that were wrong: an offset alone, two loops, and a cotangent of one number; a bias of one number, too.
+def test_the_sum_of_one_number_over_examples():
+    """A case that was wrong: an offset alone, two loops, and a cotangent of one number.
 
-    XLA gets the first one's sums wrong (`jln._core.one_by_one`) in some processes, and so did it in one of the
-    fuzzer's. Of the second it makes one sum of 8160 equal numbers, which were allowed what sums of 96 and of 85 err by.
+    XLA gets such sums wrong (`jln._core.one_by_one`) in some processes, and so did it in one of the fuzzer's.
     """
     script = pathlib.Path(__file__).with_name("run.py")
-    run = subprocess.run([sys.executable, script, "--seed", seed], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, script, "--seed", "994436056"], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
 
 
-PARAMETERS = ("scale", "x_scale", "offset", "x_offset", "gate")
+def test_the_sum_of_one_number_for_a_bias_of_one_number():
+    """A case that was wrong, and that no seed draws now: a cotangent of one number, and a bias that is one, too.
+
+    XLA makes one sum of 8160 equal numbers, which were allowed what sums of 96 and of 85 err by.
+    """
+    operands = {
+        "x": Array("float32", (2, 48, 64, 5), (None, 3), (2, 48, 1, 5), spread=30.0),
+        "kernel": Array("float32", (1, 64, 17), (0, None), (1, 64, 17), spread=0.125),
+        "bias": Array("float32", (17,), (None, None), (1,)),
+    }
+    case = Case(
+        524643758, FORMS["rms_norm_linear"], (2, 48, 64), (2,), (Level("vmap", 1, 0), Level("vmap", 5, 0)), 0, operands,
+        {"y": Array("result's", (1, 5, 2, 48, 17), (0, 0), (1,) * 5)}, ("kernel", "bias"), "gradient",
+        {"forward_mode": True}, implementation="xla", policy="everything_again", by_loss=True,
+    )  # fmt: skip
+    assert not judge(*answered(case)).wrong
+
+
+PARAMETERS = ("scale", "x_scale", "offset", "gate")
 
 
 def is_one_of_the_workbenchs(case):
@@ -151,7 +167,7 @@ def test_a_slip_is_noticed(slip, monkeypatch, recompiled):
 
 
 # A cotangent of 16 bits, added up over examples that share the rows, was rounded in front of gradients in float32.
-@pytest.mark.parametrize("seed", [524643189, 524643623, 524644304])
+@pytest.mark.parametrize("seed", [524643189, 524643623, 52484])
 def test_gradients_in_float32_of_what_examples_share_are_not_rounded(seed):
     assert not is_wrong(seed)
 
@@ -162,4 +178,4 @@ def test_what_the_jaxlibs_that_are_wrong_do_is_noticed(monkeypatch, recompiled):
         if isinstance(operation, Operation):
             plain = getattr(operation._formula_cpu, "__wrapped__", operation._formula_cpu)
             monkeypatch.setattr(operation, "_formula_cpu", plain)
-    assert any(is_wrong(seed) for seed in (293, 311)) == (jaxlib.version.__version_info__[:3] in WRONG)
+    assert any(is_wrong(seed) for seed in (69, 168)) == (jaxlib.version.__version_info__[:3] in WRONG)

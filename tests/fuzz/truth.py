@@ -46,9 +46,9 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
     t, s = of("x_scale"), of("scale")
     branch = x
     if form.both_sides:
-        x_hat_in_front, x_rstd = normalised(x, x - x.mean() if form.centres else x, case.epsilon)
+        x_hat_in_front, x_rstd = normalised(x, x, case.epsilon)
         branch = scaled(x_hat_in_front, t)
-    parts = [branch, *(o(name) for name in ("x_bias", "x_offset") if name in given)]
+    parts = [branch] if o("x_bias") is None else [branch, o("x_bias")]
     gate_first = "norm_before_gate" in dict(form.options)
     u, slope, of_slope = o("z").silu() if o("z") is not None else (None, None, None)
 
@@ -121,11 +121,9 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         of_branch = scaled(d, w)
         if w is not None and total_dtype == jnp.bfloat16:  # float16 is too narrow for a small gate, and not written
             of_branch = of_branch.stored(total_dtype)
-        keep("x_offset", of_branch)
         keep("x_scale", of_branch * x_hat_in_front)
         of_u = scaled(of_branch, t).broadcast_to(full)
-        of_x = of_u - x_hat_in_front * (of_u * x_hat_in_front).mean()
-        keep("x", (of_x - of_u.mean() if form.centres else of_x) * x_rstd)
+        keep("x", (of_u - x_hat_in_front * (of_u * x_hat_in_front).mean()) * x_rstd)
     elif gate_first:
         keep("x", d * u)
         keep("z", by_slope(d * x))
@@ -187,7 +185,7 @@ def _products(case, given, z, size, x_hat, dy, results, keep):
         k = kernel.stored(dtype)
         if case.quantize is not None:
             scale = getattr(case.quantize, "scale", None)
-            if i == 0 and scale is not None and not callable(scale):
+            if i == 0 and scale is not None:
                 results[LARGEST] = largest(z, levels)
             operand, k = in_eight_bits(operand, case.quantize), in_eight_bits(k, OF_KERNEL)
         a = flat(operand.broadcast_to((*operand.shape[:levels], *rows, h)))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -125,11 +124,6 @@ def every_equation(jaxpr: Any) -> Iterator[Any]:
                     yield from every_equation(inner)
 
 
-def equations(jaxpr: Any) -> Counter[str]:
-    """The number of times that each primitive occurs in a jaxpr and in those within it."""
-    return Counter(equation.primitive.name for equation in every_equation(jaxpr))
-
-
 def precisions(apply: Callable[[Any, Any], jax.Array], variables: Any, x: jax.Array) -> list[Any]:
     """The precisions of the products of a fused pair, forward and backward, which no number tells on a CPU."""
     jaxpr = jax.make_jaxpr(jax.grad(lambda variables: jnp.sum(apply(variables, x))))(variables)
@@ -204,6 +198,8 @@ def assert_parity(theirs: Layer, ours: Layer, true: Layer, x: Any, products: int
     (path,) = {route.path for route in routes}
     sums = max(products - 1, 0) if path == "norm" else 0
     sums += any("the norm promotes what it reads" in route.why for route in routes)  # and so rounds its cotangent
+    # A sum of fewer digits than its norm: XLA leaves its rounding out between the framework's own layers.
+    sums += jnp.finfo(shapes[-1].dtype).eps > jnp.finfo(shapes[0].dtype).eps
     if path != "plain":
         truth = results(true, *jax.tree.map(lambda a: a.astype("float64"), (variables, x, dy)))
         assert got.keys() == wanted.keys() == truth.keys()

@@ -5,7 +5,6 @@ import functools
 import equinox as eqx
 import haiku as hk
 import jax
-import jax.numpy as jnp
 from flax import linen, nnx
 
 import jln
@@ -13,47 +12,31 @@ from jln import equinox as jln_equinox
 from jln import haiku as jln_haiku
 from parity import Layer, assert_parity
 
-FRAMEWORKS = ("linen", "nnx", "haiku", "equinox")
+WITH_LINEARS = ("linen", "nnx", "haiku")  # that have modules of a norm and Linears
+FRAMEWORKS = (*WITH_LINEARS, "equinox")
 
 
 def with_residual(function):
-    """A function whose last argument may be a pair of x and the residual, or a dict with what goes with them."""
+    """A function whose last argument may be a pair of x and the residual."""
 
     def call(*arguments, **options):
         *others, x = arguments
-        if isinstance(x, tuple):
-            x = {"x": x[0], "residual": x[1]}
-        if isinstance(x, dict):
-            return function(*others, x["x"], **{name: a for name, a in x.items() if name != "x"}, **options)
-        return function(*others, x, **options)
+        x, given = (x[0], {"residual": x[1]}) if isinstance(x, tuple) else (x, {})
+        return function(*others, x, **given, **options)
 
     return call
 
 
-def total_of(x):
-    """The sum of x and what goes with it; of more than two addends in 16 bits it is made in float32."""
-    if isinstance(x, tuple):
-        return sum(x)
-    if not isinstance(x, dict):
-        return x
-    dtype = jnp.promote_types(x["x"].dtype, x["residual"].dtype)
-    rank = (1,) * x["x"].ndim
-    x = {name: a.reshape((rank + a.shape)[-len(rank) :]) for name, a in x.items()}
-    wide = {name: a.astype(jnp.promote_types(dtype, "float32")) for name, a in x.items()}
-    branch = wide.get("gate", 1) * (wide["x"] + wide.get("x_bias", 0))
-    return (wide["residual"] + branch).astype(dtype)
-
-
 def applied(x, norm, linears):
-    """The result of separate layers of x, or of x, the residual and what goes with them.
+    """The result of separate layers of x, or of a pair of x and the residual.
 
     Of one Linear it is no tuple, and of none it is the norm's result.
     """
-    adds = isinstance(x, tuple | dict)
+    adds = isinstance(x, tuple)
     if type(norm).__module__.startswith("jln."):
         z, total = with_residual(norm)(x)
     else:
-        total = total_of(x)
+        total = sum(x) if adds else x
         z = norm(total)
     ys = tuple(linear(z) for linear in linears) or (z,)
     y = ys if len(ys) > 1 else ys[0]
@@ -106,20 +89,9 @@ class HaikuLayers(hk.Module):
 
 class EquinoxLayers(eqx.Module):
     norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
-    q: eqx.nn.Linear | None
-    k: eqx.nn.Linear | None
-    v: eqx.nn.Linear | None
-
-    def __init__(self, norm, linears, use_scale, dtype, *, key):
-        self.norm = norm(8, use_weight=use_scale, dtype=dtype)
-        keys = jax.random.split(key, len(linears)) if len(linears) > 1 else [key] * len(linears)
-        made = [
-            eqx.nn.Linear(8, n, **{"dtype": dtype, **own}, key=k) for k, (_, n, own) in zip(keys, linears, strict=True)
-        ]
-        self.q, self.k, self.v = (*made, None, None, None)[:3]
 
     def __call__(self, x):
-        return applied(x, self.norm, [linear for linear in (self.q, self.k, self.v) if linear is not None])
+        return applied(x, self.norm, ())
 
 
 def linen_layer(module, call=lambda module: module):
@@ -143,24 +115,20 @@ def haiku_layer(function):
     return Layer(lambda x: module.init(jax.random.key(0), x), module.apply)
 
 
-def equinox_layer(make, call=lambda module: module):
-    """An Equinox module vmapped over the rows. The variables are the leaves in the order in which a file has them."""
-    arrays, rest = eqx.partition(make(), eqx.is_array)
+def equinox_layer(module):
+    """An Equinox module vmapped over the rows. Its variables are its leaves."""
+    arrays, rest = eqx.partition(module, eqx.is_array)
     leaves, tree = jax.tree.flatten(arrays)
 
     def apply(variables, x):
-        one = call(eqx.combine(tree.unflatten(variables), rest))
-        rows = max(jax.tree.leaves(x), key=lambda a: a.size).shape[:2]
-        of_rows = jax.tree.map(lambda a: a if a.ndim == 1 else jnp.broadcast_to(a, rows + a.shape[2:]), x)
-        axes = (jax.tree.map(lambda a: None if a.ndim == 1 else 0, x),)
-        return jax.vmap(jax.vmap(one, axes), axes)(of_rows)
+        return jax.vmap(jax.vmap(eqx.combine(tree.unflatten(variables), rest)))(x)
 
     return Layer(lambda x: leaves, apply)
 
 
-FEATURES = {"linen": "features", "nnx": "out_features", "haiku": "output_size", "equinox": "out_features"}
-ONE = {"linen": "dense", "nnx": "linear", "haiku": "linear", "equinox": "linear"}
-BIAS = {"linen": "use_bias", "nnx": "use_bias", "haiku": "with_bias", "equinox": "use_bias"}
+FEATURES = {"linen": "features", "nnx": "out_features", "haiku": "output_size"}
+ONE = {"linen": "dense", "nnx": "linear", "haiku": "linear"}
+BIAS = {"linen": "use_bias", "nnx": "use_bias", "haiku": "with_bias"}
 
 
 def as_given(framework, linears):
@@ -183,8 +151,7 @@ def separate(framework, norm, linears, use_scale=True, dtype=None, param_dtype="
     if framework == "haiku":
         return haiku_layer(lambda x: HaikuLayers(norm, linears, use_scale, precision)(x))
     if framework == "equinox":
-        key = jax.random.key(0)
-        return equinox_layer(lambda: EquinoxLayers(norm, linears, use_scale, param_dtype, key=key))
+        return equinox_layer(EquinoxLayers(norm(8, use_weight=use_scale, dtype=param_dtype)))
     both = {"dtype": dtype, "param_dtype": param_dtype}
     if framework == "linen":
         return linen_layer(LinenLayers(norm, linears, both, use_scale, precision))
@@ -215,12 +182,8 @@ def together(framework, norm, linears, use_scale=True, dtype=None, param_dtype="
         return nnx_layer(
             lambda rngs: cls(8, given, use_scale=use_scale, precision=precision, **both, rngs=rngs), with_residual
         )
-    if framework == "haiku":
-        cls = getattr(jln_haiku, f"{norm}Linear")
-        return haiku_layer(lambda x: with_residual(cls(given, create_scale=use_scale))(x, precision=precision))
-    cls = getattr(jln_equinox, f"{norm}Linear")
-    key = jax.random.key(0)
-    return equinox_layer(lambda: cls(8, given, use_weight=use_scale, dtype=param_dtype, key=key), with_residual)
+    cls = getattr(jln_haiku, f"{norm}Linear")
+    return haiku_layer(lambda x: with_residual(cls(given, create_scale=use_scale))(x, precision=precision))
 
 
 def qkv(**own):

@@ -1,10 +1,9 @@
-"""Modules that quantise: results and gradients are the operators', in every framework."""
+"""Modules with Linears that quantise: results and gradients are the operators', in every framework."""
 
 import functools
 from typing import Any, NamedTuple
 
 import chex
-import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jln
-import jln.equinox
 import jln.haiku
 import jln.linen
 import jln.nnx
@@ -27,71 +25,52 @@ QUANTIZE = {"blocks": jln.MXFloat8(), "given scale": jln.Float8(0.03), "current 
 class Made(NamedTuple):
     """A layer of a framework.
 
-    call: from a kernel, of a Linear, and the arguments of a call to its result. kernel: the one that it has.
-    around: what is around the call of a layer, and around the operator that it is compared with.
+    call: from a kernel, of its Linear, and the arguments of a call to its result. kernel: the one that it has.
     """
 
     call: Any
-    kernel: Any = None
-    around: Any = staticmethod(lambda f: f)
+    kernel: Any
 
 
-def of_nnx(cls, *features, beside, **options):
+def of_nnx(cls, beside, **options):
     del beside
-    layer = getattr(jln.nnx, cls)(H, *features, epsilon=EPSILON, **options, rngs=nnx.Rngs(0))
+    layer = getattr(jln.nnx, cls)(H, N, epsilon=EPSILON, **options, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
 
     def call(kernel, *args, **kwargs):
         merged = nnx.merge(graph, state)
-        if features:
-            merged.linear.kernel = nnx.Param(kernel)
+        merged.linear.kernel = nnx.Param(kernel)
         return merged(*args, **kwargs)
 
-    return Made(call, layer.linear.kernel[...] if features else None)
+    return Made(call, layer.linear.kernel[...])
 
 
-def of_linen(cls, *features, beside, **options):
+def of_linen(cls, beside, **options):
     """A layer whose parameters a call that quantises has made."""
-    layer = getattr(jln.linen, cls.replace("Linear", "Dense"))(*features, epsilon=EPSILON, **options)
+    layer = getattr(jln.linen, cls.replace("Linear", "Dense"))(N, epsilon=EPSILON, **options)
     params = layer.init(jax.random.key(0), X, **beside)["params"]
 
     def call(kernel, *args, **kwargs):
-        of_dense = {"dense": params["dense"] | {"kernel": kernel}} if features else {}
-        return layer.apply({"params": params | of_dense}, *args, **kwargs)
+        return layer.apply({"params": params | {"dense": params["dense"] | {"kernel": kernel}}}, *args, **kwargs)
 
-    return Made(call, params["dense"]["kernel"] if features else None)
+    return Made(call, params["dense"]["kernel"])
 
 
-def of_haiku(cls, *features, beside, **options):
+def of_haiku(cls, beside, **options):
     """A layer whose parameters a call that quantises has made."""
-    own = {} if features else {"axis": -1, "create_scale": True}
-    own |= {"create_offset": True} if cls == "LayerNorm" else {}
     layer = hk.without_apply_rng(
-        hk.transform(lambda *a, **k: getattr(jln.haiku, cls)(*features, **own, eps=EPSILON, **options)(*a, **k))
+        hk.transform(lambda *a, **k: getattr(jln.haiku, cls)(N, eps=EPSILON, **options)(*a, **k))
     )
     params = layer.init(jax.random.key(0), X, **beside)
-    linear = next((n for n in params if n.endswith("/linear")), "")
+    linear = next(n for n in params if n.endswith("/linear"))
 
     def call(kernel, *args, **kwargs):
-        of_linear = {linear: params[linear] | {"w": kernel}} if features else {}
-        return layer.apply(params | of_linear, *args, **kwargs)
+        return layer.apply(params | {linear: params[linear] | {"w": kernel}}, *args, **kwargs)
 
-    return Made(call, params[linear]["w"] if features else None)
-
-
-def of_equinox(cls, *features, beside, **options):
-    del beside
-    options |= {"dtype": jnp.float32} | ({"key": jax.random.key(0), "use_bias": False} if features else {})
-    layer = getattr(jln.equinox, cls)(H, *features, eps=EPSILON, **options)
-
-    def call(kernel, x, **kwargs):
-        changed = eqx.tree_at(lambda m: m.linear.weight, layer, kernel.T) if features else layer
-        return changed(x, **kwargs)
-
-    return Made(call, layer.linear.weight.T if features else None, lambda f: jax.vmap(jax.vmap(f)))
+    return Made(call, params[linear]["w"])
 
 
-@pytest.fixture(params=[of_nnx, of_linen, of_haiku, of_equinox], ids=["nnx", "linen", "haiku", "equinox"])
+@pytest.fixture(params=[of_nnx, of_linen, of_haiku], ids=["nnx", "linen", "haiku"])
 def made(request):
     return request.param
 
@@ -101,46 +80,12 @@ def kind(request):
     return QUANTIZE[request.param]
 
 
-def of_norm(cls, x, **options):
-    norm = functools.partial(jln.layer_norm, offset=ZEROS) if cls == "LayerNorm" else jln.rms_norm
-    return norm(x, scale=ONES, epsilon=EPSILON, **options)
-
-
-@pytest.mark.parametrize("cls", ["LayerNorm", "RMSNorm"])
-def test_norms(cls, kind, made):
-    layer = made(cls, beside={"quantize": kind})
-    got = layer.around(lambda x: layer.call(None, x, quantize=kind))(X)
-    chex.assert_trees_all_equal(got, layer.around(lambda x: of_norm(cls, x, quantize=kind))(X))
-    chex.assert_trees_all_equal(
-        layer.around(lambda x: layer.call(None, x))(X), layer.around(lambda x: of_norm(cls, x))(X)
-    )
-
-
-def test_blocks_of_rows(made):
-    """The axis of blocks is the operator's, too; a module that a vmap calls for each row has no blocks of them."""
-    layer, along_rows = made("RMSNorm", beside={"quantize": jln.MXFloat8()}), jln.MXFloat8(axis=-2)
-    x = normal(2, (2, 32, H), jnp.float32)
-    if made is of_equinox:
-        with pytest.raises(ValueError, match="every 32 rows"):
-            layer.around(lambda x: layer.call(None, x, quantize=along_rows))(x)
-        return
-    got = layer.around(lambda x: layer.call(None, x, quantize=along_rows))(x)
-    assert got.scale.shape == (2, 1, H)
-    chex.assert_trees_all_equal(got, layer.around(lambda x: of_norm("RMSNorm", x, quantize=along_rows))(x))
-
-
-def test_sums(kind, made):
-    layer = made("LayerNorm", beside={"quantize": kind})
-
-    def ours(x, residual):
-        total = jln.add_layer_norm(x, residual, ONES, ZEROS, epsilon=EPSILON, quantize=kind)
-        return total, jln.layer_norm_add(x, residual, ONES, ZEROS, epsilon=EPSILON, quantize=kind)
-
-    def theirs(x, residual):
-        total = layer.call(None, x, residual=residual, quantize=kind)
-        return total, layer.call(None, x, added_to=residual, quantize=kind)
-
-    chex.assert_trees_all_equal(*(layer.around(f)(X, RESIDUAL) for f in (theirs, ours)))
+def test_a_residual(kind, made):
+    layer = made("LayerNormLinear", {"quantize": kind})
+    got = layer.call(layer.kernel, X, residual=RESIDUAL, quantize=kind)
+    parameters = ONES, ZEROS, layer.kernel, jnp.zeros(N, "float32")
+    true = jln.add_layer_norm_linear(X, RESIDUAL, *parameters, epsilon=EPSILON, quantize=kind)
+    chex.assert_trees_all_equal(got, true)
 
 
 @pytest.mark.parametrize("where", ["constructor", "call"])
@@ -148,12 +93,12 @@ def test_sums(kind, made):
 def test_linears(cls, where, kind, made):
     """Results, the largest number of delayed scaling among them, and gradients are the fused operator's."""
     by_call = {"quantize": kind} if where == "call" else {}
-    layer = made(cls, N, beside=by_call, **({} if by_call else {"quantize": kind}))
+    layer = made(cls, by_call, **({} if by_call else {"quantize": kind}))
     operator = functools.partial(jln.layer_norm_linear, offset=ZEROS) if cls[0] == "L" else jln.rms_norm_linear
 
     def run(f):
         def loss(x, kernel):
-            result = layer.around(lambda x: f(kernel, x))(x)
+            result = f(kernel, x)
             y = result.y if isinstance(result, jln.Scaled) else result
             return jnp.sum(jnp.sin(y)), result
 
@@ -168,32 +113,17 @@ def test_linears(cls, where, kind, made):
 
 
 def test_a_call_says_otherwise(made):
-    """The call's `quantize` wins, also where it is None; without either nothing is in eight bits."""
-    quantised = made("RMSNormLinear", N, beside={}, quantize=jln.MXFloat8())
-    plain = made("RMSNormLinear", N, beside={})
+    """The call's `quantize` wins, but where it is None; without either nothing is in eight bits."""
+    quantised, plain = made("RMSNormLinear", {}, quantize=jln.MXFloat8()), made("RMSNormLinear", {})
 
     def result(layer, **call):
-        return layer.around(lambda x: layer.call(plain.kernel, x, **call))(X)
+        return layer.call(plain.kernel, X, **call)
 
-    chex.assert_trees_all_equal(result(quantised, quantize=None), result(plain))
-    chex.assert_trees_all_equal(result(quantised), result(plain, quantize=jln.MXFloat8()))
-    assert not jnp.array_equal(result(quantised), result(plain))
-
-
-def test_norms_on_both_sides(kind):
-    """One operator writes the sum, and its norm in eight bits; two where the norms' epsilons differ."""
-    norm = functools.partial(jln.nnx.RMSNorm, H, rngs=nnx.Rngs(0))
-    for epsilon in (EPSILON, 1e-3):
-        got = norm(epsilon=epsilon)(X, residual=RESIDUAL, x_norm=norm(epsilon=EPSILON), quantize=kind)
-        total = jln.rms_norm_add(X, RESIDUAL, ONES, epsilon=EPSILON)
-        y = jln.rms_norm(total, ONES, epsilon=epsilon, quantize=kind)
-        chex.assert_trees_all_close(got[1], total, rtol=1e-6, atol=1e-6)
-        chex.assert_trees_all_close(got[0].dequantized(), y.dequantized(), rtol=2.0**-3, atol=1e-3)
-
-
-def test_a_gated_norm(kind):
-    got = jln.nnx.RMSNorm(H, epsilon=EPSILON, rngs=nnx.Rngs(0))(X, z=RESIDUAL, quantize=kind)
-    chex.assert_trees_all_equal(got, jln.rms_norm_gated(X, RESIDUAL, ONES, epsilon=EPSILON, quantize=kind))
+    in_blocks, by_a_scale = (result(plain, quantize=kind) for kind in (jln.MXFloat8(), jln.Float8()))
+    chex.assert_trees_all_equal(result(quantised), in_blocks)
+    chex.assert_trees_all_equal(result(quantised, quantize=None), in_blocks)
+    chex.assert_trees_all_equal(result(quantised, quantize=jln.Float8()), by_a_scale)
+    assert not any(jnp.array_equal(a, b) for a, b in ((in_blocks, result(plain)), (in_blocks, by_a_scale)))
 
 
 def test_several_linears():
@@ -205,12 +135,9 @@ def test_several_linears():
 
 
 def test_what_the_frameworks_own_code_computes_is_refused():
-    mask = jnp.ones(X.shape, bool)
-    for layer in (
-        jln.nnx.LayerNorm(H, rngs=nnx.Rngs(0)),
-        jln.nnx.LayerNormLinear(H, N, quantize=jln.MXFloat8(), rngs=nnx.Rngs(0)),
-    ):
+    layer, mask = jln.nnx.LayerNormLinear(H, N, quantize=jln.MXFloat8(), rngs=nnx.Rngs(0)), jnp.ones(X.shape, bool)
+    for given in ({}, {"quantize": jln.Float8()}):
         with pytest.raises(ValueError, match="mask is given"):
-            layer(X, mask=mask, quantize=jln.MXFloat8())
+            layer(X, mask=mask, **given)
     with pytest.raises(TypeError, match=r"jln\.Float8"):
-        jln.nnx.LayerNorm(H, rngs=nnx.Rngs(0))(X, quantize="mxfp8")
+        layer(X, quantize="mxfp8")

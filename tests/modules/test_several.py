@@ -1,7 +1,6 @@
 """A norm that feeds several Linears, and a residual in front of it, against the separate layers of each framework."""
 
 import functools
-import io
 import re
 
 import jax
@@ -12,12 +11,10 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("equinox")
 pytest.importorskip("haiku")
-import equinox as eqx
 import haiku as hk
 from flax import linen, nnx, serialization
 
 import jln
-from jln import equinox as jln_equinox
 from jln import haiku as jln_haiku
 from parity import (
     MASK,
@@ -30,7 +27,7 @@ from parity import (
     pairwise_parameters,
     randomised,
 )
-from separate import BIAS, FEATURES, FRAMEWORKS, ONE, layers, parity, qkv
+from separate import BIAS, FEATURES, ONE, WITH_LINEARS, layers, parity, qkv
 
 FUSED = "all arguments are the operator's"
 
@@ -47,12 +44,7 @@ FLAX_CASES = CASES | {
     "param_dtype": ["float32", "bfloat16"],
     "q": [6, (2, 3), 300],  # 300 features are too many for one kernel
 }
-TABLES = {
-    "linen": FLAX_CASES,
-    "nnx": FLAX_CASES,
-    "haiku": CASES,
-    "equinox": {k: v for k, v in CASES.items() if k != "precision"} | {"param_dtype": ["float32", "bfloat16"]},
-}
+TABLES = {"linen": FLAX_CASES, "nnx": FLAX_CASES, "haiku": CASES}
 
 
 @pytest.mark.parametrize(
@@ -71,11 +63,11 @@ def test_values_and_gradients_are_those_of_the_separate_layers(framework, case):
     x = x if residual is None else (x, normal(2, SHAPE, residual))
     path = parity(framework, norm, (("q", q, {}), *qkv(**own)[1:]), x, **case)
     assert path in ("fused", "norm")
-    if case.get("dtype") is None and case.get("param_dtype", "float32") == "float32" and framework != "equinox":
+    if case.get("dtype") is None and case.get("param_dtype", "float32") == "float32":
         assert path == "fused"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", WITH_LINEARS)
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_one_linear_with_a_residual(framework, norm):
     x = normal(1, SHAPE, "float32"), normal(2, SHAPE, "float32")
@@ -96,7 +88,6 @@ APART = [
     ("nnx", {"promote_dtype": doubled}, "k: the Linear has its own promote_dtype"),
     ("nnx", {"precision": "highest"}, "the Linears differ in precision"),
     ("nnx", {"dtype": "bfloat16"}, "k: x is float32, the norm's result float32, the product bfloat16: one operator"),
-    ("equinox", {"out_features": "scalar"}, "k: the Linear has a scalar side"),
 ]
 
 
@@ -178,7 +169,7 @@ def test_a_sum_that_nnx_promotes_is_made_in_front():
 NORMS = ["jln_norm_backward", "jln_norm_forward"]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", WITH_LINEARS)
 @pytest.mark.parametrize("adds", [False, True])
 def test_explain_and_the_operations_of_a_call(framework, adds):
     """A call has one operation of a norm forward and one backward, whether one kernel multiplies too or XLA does."""
@@ -201,19 +192,13 @@ def test_explain_and_the_operations_of_a_call(framework, adds):
         assert (seen[operators[1]].params["request"].dtypes.total is not None) is adds
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", WITH_LINEARS)
 def test_a_file_of_the_separate_layers_is_read(framework):
     """A file of the separate layers is read in its order, which matters as k and v have the same size."""
     x = normal(0, SHAPE, "float32")
     theirs, ours = layers(framework, "LayerNorm", qkv())
-    written, template = randomised(theirs.init(x)), ours.init(x)
-    if framework == "equinox":
-        file = io.BytesIO()
-        eqx.tree_serialise_leaves(file, written)
-        file.seek(0)
-        read = eqx.tree_deserialise_leaves(file, template)
-    else:
-        read = serialization.from_bytes(template, serialization.to_bytes(written))
+    written = randomised(theirs.init(x))
+    read = serialization.from_bytes(ours.init(x), serialization.to_bytes(written))
     assert named(read).keys() == named(written).keys()
     for got, wanted in zip(ours.apply(read, x), theirs.apply(written, x), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)  # for sums of 8 float32 products
@@ -226,8 +211,6 @@ def made(framework, linears, norm="LayerNorm"):
         return module.bind(module.init(jax.random.key(0), jnp.ones((2, 8))))
     if framework == "nnx":
         return getattr(jln.nnx, f"{norm}Linear")(8, linears, rngs=nnx.Rngs(0))
-    if framework == "equinox":
-        return getattr(jln_equinox, f"{norm}Linear")(8, linears, key=jax.random.key(0))
 
     def apply(*arguments, **options):
         module = hk.without_apply_rng(
@@ -239,19 +222,6 @@ def made(framework, linears, norm="LayerNorm"):
     return apply
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_residuals_that_do_not_fit(framework):
-    module, x = made(framework, {"q": 6, "k": 3}), jnp.ones((8,), "float32")
-    with pytest.raises(ValueError, match=r"residual must have shape \(8,\), that of x; got float32\[1\]"):
-        module(x, residual=jnp.ones((1,), "float32"))
-    with pytest.raises(TypeError, match="residual must be an array; got list"):
-        module(x, residual=[1.0] * 8)
-    with pytest.raises(TypeError, match="residual must have one of the dtypes"):
-        module(x, residual=jnp.ones((8,), "int32"))
-    with pytest.raises(TypeError, match="x must be an array; got list"):
-        module([1.0] * 8, residual=x)
-
-
 NAMES = [
     ({}, ValueError, "must name at least one Linear"),
     ({3: 4}, TypeError, "must name each Linear with a str; got 3"),
@@ -261,20 +231,20 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", WITH_LINEARS)
 @pytest.mark.parametrize(("linears", "error", "message"), NAMES, ids=[str(a) for a, *_ in NAMES])
 def test_linears_that_cannot_be_made(framework, linears, error, message):
     with pytest.raises(error, match=f"^{FEATURES[framework]} .*{re.escape(message)}"):
         made(framework, linears)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", WITH_LINEARS)
 def test_an_argument_that_a_linear_does_not_have(framework):
     with pytest.raises(TypeError, match="width"):
         made(framework, {"q": {FEATURES[framework]: 3, "width": 4}})
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", WITH_LINEARS)
 def test_no_linear_takes_the_norms_name(framework):
     for norm, name in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
         name = name if framework == "haiku" else "norm"
@@ -282,10 +252,9 @@ def test_no_linear_takes_the_norms_name(framework):
             made(framework, {"q": 3, name: 4}, norm)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", WITH_LINEARS)
 def test_a_mapping_of_one_gives_a_tuple_of_one(framework):
-    name = "only" if framework == "equinox" else ONE[framework]
-    (y,) = made(framework, {name: 3})(jnp.ones(8, "float32"))
+    (y,) = made(framework, {ONE[framework]: 3})(jnp.ones(8, "float32"))
     assert y.shape == (3,)
 
 
@@ -325,26 +294,15 @@ def scanned(framework, carry):
         return stacked.apply(variables, carry, None)[0], [
             lambda c, v=v: LinenBlock().apply(v, c, None)[0] for v in each
         ]
-    if framework == "nnx":
-        make = nnx.vmap(lambda rngs: jln.nnx.RMSNormLinear(8, {"b": 8, "a": 8}, rngs=rngs))
-        stacked = make(nnx.Rngs(0).split(3))
-        run = nnx.scan(lambda c, layer: nnx.remat(block)(layer, c), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        graphdef, state = nnx.split(stacked)
-        each = [nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state)) for i in range(3)]
-        return run(carry, stacked), [functools.partial(block, layer) for layer in each]
-    make = eqx.filter_vmap(lambda key: jln_equinox.RMSNormLinear(8, {"b": 8, "a": 8}, dtype="float32", key=key))
-    arrays, rest = eqx.partition(make(jax.random.split(jax.random.key(0), 3)), eqx.is_array)
-
-    def one(carry, arrays):
-        layer = jax.vmap(lambda x, residual: eqx.combine(arrays, rest)(x, residual=residual))
-        return block(lambda x, residual: layer(x, residual), carry)
-
-    each = [jax.tree.map(lambda a, i=i: a[i], arrays) for i in range(3)]
-    run = jax.checkpoint(one)
-    return jax.lax.scan(lambda c, a: (run(c, a), None), carry, arrays)[0], [lambda c, a=a: one(c, a) for a in each]
+    make = nnx.vmap(lambda rngs: jln.nnx.RMSNormLinear(8, {"b": 8, "a": 8}, rngs=rngs))
+    stacked = make(nnx.Rngs(0).split(3))
+    run = nnx.scan(lambda c, layer: nnx.remat(block)(layer, c), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    graphdef, state = nnx.split(stacked)
+    each = [nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state)) for i in range(3)]
+    return run(carry, stacked), [functools.partial(block, layer) for layer in each]
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox"])
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_stacked_layers_in_a_scan(framework):
     carry = normal(0, (4, 8), "float32"), normal(1, (4, 8), "float32")
     got, each = scanned(framework, carry)
@@ -361,12 +319,3 @@ def test_nnx_captures_what_flaxs_layers_give():
     z = pair.norm(x)
     wanted = {"__call__": ((q, k),), "norm": {"__call__": (z,)}, "q": {"__call__": (q,)}, "k": {"__call__": (k,)}}
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(seen), wanted)
-
-
-def test_equinox_finds_each_by_its_name():
-    module = made("equinox", {"q": 6, "k": 3, "v": 3})
-    assert (module.q, module.k, module.v) == module.linear
-    assert not hasattr(module, "w")
-    assert not hasattr(made("equinox", 3), "q")
-    changed = eqx.tree_at(lambda m: m.k.bias, module, jnp.ones(3))
-    np.testing.assert_array_equal(changed.linear[1].bias, 1)

@@ -24,11 +24,8 @@ KERNEL, XLA = ((f"{FAMILY}[{how}-37-100-rms_norm_add_rms_norm-float32]",) for ho
 BEHIND, XLA_BEHIND = ((f"{FAMILY}[{how}-37-100-rms_norm_add-float32]",) for how in ("triton", "xla"))
 CHUNKS = (f"{FAMILY}[triton-2-40000-rms_norm_add_rms_norm-float32]",)
 MATRIX = "tests/transformations/test_matrix.py::test_"
-CENTRED, ZERO_CENTRED = (
-    (f"{ACCURACY}test_optional_arguments[triton-layer_norm_add_layer_norm{how}]",) for how in ("", "-zero-centered")
-)
 GATED_KERNEL, GATED_XLA = (
-    (f"{MATRIX}reverse_mode[layer_norm_add_layer_norm, gate-xqsog-{how}-value_and_grad]",) for how in ("triton", "xla")
+    (f"{MATRIX}reverse_mode[rms_norm_add_rms_norm, gate-xsg-{how}-value_and_grad]",) for how in ("triton", "xla")
 )
 
 NORMS = [
@@ -58,7 +55,7 @@ NORMS = [
         "the branch not normalised", FORWARD, "u = x * x_rstd[:, None]", "u = x", KERNEL,
     ),
     Mutant(
-        "the unrounded sum normalised", FORWARD, "return total.to(TOTAL), x_mean", "return total, x_mean",
+        "the unrounded sum normalised", FORWARD, "return total.to(TOTAL), x_rstd", "return total, x_rstd",
         ("tests/operators/test_rounded_sum.py::test_so_it_is_between_norms_on_both_sides[triton-whole]",),
     ),
     Mutant("x's mean square over the tile's columns", TERMS, "axis=1) * (1.0 / H) + EPS", "axis=1) * 0.01 + EPS",
@@ -73,7 +70,7 @@ NORMS = [
         "dx_scale of dy", BACKWARD, "dx_scale = tl.fma(dx, u, dx_scale)", "dx_scale = tl.fma(dy, u, dx_scale)", KERNEL,
     ),
     Mutant(
-        "dx_scale of x and not of its norm", BACKWARD, "u *= x_rstd[:, None]", "pass", KERNEL,
+        "dx_scale of x and not of its norm", BACKWARD, ".to(COMPUTE) * x_rstd[:, None]", ".to(COMPUTE)", KERNEL,
     ),
     Mutant(
         "dscale after the scale", BACKWARD, "dscale = tl.fma(dy, x_hat, dscale)",
@@ -125,46 +122,31 @@ NORMS = [
         "residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual)", "residual=None",
         (f"{ALONE}test_one_result_alone_of_norms_on_both_sides[xla-1]",),
     ),
-    # Means, gates and offsets of both
-    Mutant("x's mean not subtracted", FORWARD, "x - x_mean[:, None], 0.0)", "x, 0.0)", CENTRED),
-    Mutant("x's mean not subtracted backward", BACKWARD, "u - x_mean[:, None], 0.0)", "u, 0.0)", CENTRED),
-    Mutant("dx of a centred x without its first sum", BACKWARD, "dx) - x_c1[:, None])", "dx))", CENTRED),
-    Mutant("x's first sum of columns that are not there", BACKWARD,
-        "x_c1 = tl.sum(tl.where(exists[None, :], dx, 0.0), axis=1)", "x_c1 = tl.sum(dx, axis=1)", ZERO_CENTRED,
-    ),
-    Mutant("x's offset left out", FORWARD,
-        "branch = affine(u, x_scale, load_offset(x_bias_ptr", "branch = affine(u, x_scale, load_offset(None",
-        CENTRED,
-    ),
-    Mutant("x's offset left out of the gate's gradient", BACKWARD,
-        "branch = affine(u, x_scale, load_offset(x_bias_ptr", "branch = affine(u, x_scale, load_offset(None",
+    # A gate between both
+    Mutant("x's scale left out of the gate's gradient", BACKWARD,
+        "branch = u * load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]", "branch = u",
         GATED_KERNEL,
     ),
-    Mutant("x's scale left out of the gate's gradient", BACKWARD,
-        "branch = affine(u, x_scale,", "branch = affine(u, 1.0 + 0.0 * x_scale,", GATED_KERNEL,
-    ),
+    Mutant("x's scale left out in front of a gate", FORWARD, "gated(u * x_scale[None, :],", "gated(u,", GATED_KERNEL),
     Mutant(
         "no gate behind a norm of the branch", FORWARD,
-        "total = gated(branch, gate_ptr", "total = gated(branch, None", GATED_KERNEL,
+        "gated(u * x_scale[None, :], gate_ptr", "gated(u * x_scale[None, :], None", GATED_KERNEL,
     ),
     Mutant("no gate behind a norm of the branch, in two calls", XLA_NORM,
-        "total = gated(branch(x_hat, both, wide), operands)", "total = branch(x_hat, both, wide)", GATED_XLA,
+        "total = gated(branch(u, both, wide), operands)", "total = branch(u, both, wide)", GATED_XLA,
     ),
     Mutant("x's gradient without the gate, in two calls", XLA_GRADIENTS,
         "            dy = gated(d.astype(compute_dtype(d.dtype)), arrays)\n", "            dy = d\n",
         GATED_XLA,
     ),
-    Mutant("a gate's gradient of x and not of its norm", XLA_NORM, "    if norm.both_sides:\n        x, e",
-        "    if False:\n        x, e", GATED_XLA,
-    ),
-    Mutant("x's offset's gradient forgotten, in two calls", XLA_GRADIENTS, '"x_bias": pulled.offset}', '"x_bias": d}',
-        GATED_XLA,
+    Mutant("a gate's gradient of x and not of its norm", XLA_NORM, "    if norm.both_sides:\n        return scaled(",
+        "    if False:\n        return scaled(", GATED_XLA,
     ),
     Mutant(
         "gradients of the total alone in the compute dtype", XLA_GRADIENTS,
         "return in_dtypes(Arrays(**gradients), dtypes.only(of_branch), batch)",
         "return Arrays(**gradients)",
-        (f"{ALONE}test_one_result_alone_in_16_bits[xla-layer_norm_add_layer_norm, gate-1]",),
+        (f"{ALONE}test_one_result_alone_in_16_bits[xla-rms_norm_add_rms_norm, gate-1]",),
     ),
     Mutant(
         "the sum's norm made again on both sides", NORM_LAUNCH,
@@ -172,7 +154,11 @@ NORMS = [
         (f"{FROZEN}test_some_gradients_are_those_of_all[triton-rms_norm_add_rms_norm_linear-kernel-False]",),
     ),
     Mutant("a round of columns too few on both sides", NORM_TILES, "h > 3 * 2048", "h > 2 * 2048",
-        ("tests/triton/test_launch.py::test_the_widest_row_on_both_sides_of_a_float32_stream[True-False-6144]",),
+        ("tests/triton/test_launch.py::test_the_widest_row_on_both_sides_of_a_float32_stream[True-6144]",),
+    ),
+    Mutant("LayerNorms on both sides taken for one operator", "jln/_fuse/junctions.py",
+        "not (other.centres or norm.centres)", "other.centres == norm.centres",
+        ("tests/fuse/test_ways_around.py::test_it_is_found_and_nothing_changes[layer_norms_on_both_sides]",),
     ),
     Mutant("Linears behind both sides in one kernel", LINEAR_TILES,
         " or junction.norm.both_sides:", ":",

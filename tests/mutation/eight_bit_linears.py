@@ -1,9 +1,8 @@
 """Ways to break Linears in eight bits."""
 
-from targets import VMAPS, Mutant
+from targets import VMAPS, XLA_LINEAR, Mutant
 
 PRODUCTS = "jln/_junction/linears/eight_bits.py"
-LINEARS = "jln/_junction/linears/formulas.py"
 DERIVATIVES = "jln/_junction/derivatives.py"
 TESTS = "tests/operators/test_linears_in_eight_bits.py::"
 RECIPE = tuple(
@@ -14,7 +13,7 @@ RECIPE = tuple(
         "layer_norm_linear-blocks of e5m2-whole blocks",
     )
 )
-ROW = (f"{TESTS}test_layouts_for_cudnn[a row without others-xla]",)
+ROW = (f"{TESTS}test_layouts_for_cudnn[xla-a row without others]",)
 VMAP = tuple(f"{TESTS}test_vmap_is_a_loop[xla-{how}]" for how in ("given scale", "current scale"))
 CUDNN = (f"{TESTS}test_examples_of_a_product_by_cudnn",)
 DELAYED = (f"{TESTS}test_delayed_scaling",)
@@ -45,6 +44,34 @@ EIGHT_BIT_LINEARS = [
         PRODUCTS,
         "for i in range(a.ndim)])",
         'for i in range(a.ndim)], mode="edge")',
+        RECIPE,
+    ),
+    Mutant(
+        "the largest of a block by its sign",
+        PRODUCTS,
+        "jnp.max(jnp.abs(blocks), axis)",
+        "jnp.max(blocks, axis)",
+        RECIPE,
+    ),
+    Mutant(
+        "z by the norm's backward kernel, not where it is quantised",
+        XLA_LINEAR,
+        'z_dtype = "float32" if norm.remat else None',
+        'z_dtype = "float32"',
+        (f"{TESTS}test_xla_makes_z_again_where_it_quantises_it",),
+    ),
+    Mutant(
+        "z in 16 bits in front of eight",
+        XLA_LINEAR,
+        'z_dtype = "float32" if norm.remat else None',
+        "z_dtype = z_dtype if norm.remat else None",
+        (f"{TESTS}test_remat_rounds_the_norm_once",),
+    ),
+    Mutant(
+        "z of rows that are not centred",
+        XLA_LINEAR,
+        "operands.offset, operands.mean, operands.rstd\n            z =",
+        "operands.offset, None, operands.rstd\n            z =",
         RECIPE,
     ),
     Mutant(
@@ -86,7 +113,7 @@ EIGHT_BIT_LINEARS = [
     ),
     Mutant(
         "an offset's gradient by another recipe where it is wanted alone",
-        LINEARS,
+        XLA_LINEAR,
         'norm.has_groups or junction.eight_bits != ""',
         "norm.has_groups",
         (f"{TESTS}test_transformations",),
@@ -98,7 +125,7 @@ EIGHT_BIT_LINEARS = [
         "amax = None",
         DELAYED,
     ),
-    Mutant("one scale for all examples of Linears", VMAPS, '("one", "rows")', '("rows",)', VMAP),
+    Mutant("one scale for all examples of Linears", VMAPS, 'junction.eight_bits == "one" or ', "", VMAP),
     Mutant(
         "a product in eight bits that what stands in for JAX's sees",
         PRODUCTS,

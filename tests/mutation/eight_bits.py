@@ -1,14 +1,14 @@
 """Ways to break results in eight bits."""
 
-from targets import FORWARD, NORM_LAUNCH, PARTITIONED, VMAPS, XLA_EIGHT_BITS, Mutant
+from targets import FORWARD, NORM_LAUNCH, PARTITIONED, XLA_EIGHT_BITS, Mutant
 
 KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
 OF_USERS = "jln/_operators/eight_bits.py"
 TESTS = "tests/operators/test_eight_bits.py::"
 ADAPTER = "jln/_modules/adapter.py"
+CALL = "jln/_operators/call.py"
 MODULES = "tests/modules/test_quantizing.py::"
-WAYS = "tests/operators/test_several_ways.py::"
 STRAIGHT = "tests/operators/test_straight_through.py::"
 
 
@@ -79,62 +79,6 @@ EIGHT_BITS = [
         every("triton", "blocks", "e5m2"),
     ),
     Mutant(
-        "a way by the scale of another",
-        FORWARD,
-        "store_once_more(y, y2_scale_ptr, y2_ptr, at, mask)",
-        "store_once_more(y, y3_scale_ptr, y2_ptr, at, mask)",
-        (f"{WAYS}test_each_way_is_that_of_a_call_for_it_alone",),
-    ),
-    Mutant(
-        "the ways of the first group",
-        FORWARD,
-        'rows_at(y3_ptr, "y3", group,',
-        'rows_at(y3_ptr, "y3", 0,',
-        (f"{WAYS}test_parameters_of_examples[triton]",),
-    ),
-    Mutant(
-        "the way's scale of the first example",
-        FORWARD,
-        'columns_at(y2_scale_ptr, "y2_scale", group, 1,',
-        'columns_at(y2_scale_ptr, "y2_scale", 0, 1,',
-        (f"{WAYS}test_vmap",),
-    ),
-    Mutant(
-        "a way by no scale, by XLA",
-        XLA_EIGHT_BITS,
-        "made[name] = by_scale(y, scale, dtype)",
-        "made[name] = by_scale(y, scale, dtype) if name == 'y' else y",
-        (f"{WAYS}test_each_way_is_that_of_a_call_for_it_alone",),
-    ),
-    Mutant(
-        "the cotangent of one way alone",
-        RULES,
-        "for d in (cotangents.carrier, cotangents.y2, cotangents.y3) if",
-        "for d in (cotangents.carrier, cotangents.y3) if",
-        (f"{WAYS}test_gradients_add_up",),
-    ),
-    Mutant(
-        "a way that has a derivative",
-        RULES,
-        "if any(getattr(cotangents, name) is not None for name in _in_eight_bits(junction)):",
-        "if cotangents.y is not None:",
-        (f"{WAYS}test_eight_bits_have_no_derivative",),
-    ),
-    Mutant(
-        "the largest magnitude of all examples for that of each",
-        VMAPS,
-        "or has_scales or",
-        "or",
-        (f"{WAYS}test_each_example_has_a_largest_magnitude_of_its_own",),
-    ),
-    Mutant(
-        "ways that a chip without conversions forgets",
-        NORM_LAUNCH,
-        'of_y = dtypes.only((*SCALE_OF, "y_max", "block_scale"))',
-        'of_y = dtypes.only(("y", "y_max", "block_scale"))',
-        (f"{WAYS}test_one_launch_makes_all[a100-dtypes0]",),
-    ),
-    Mutant(
         "values whose blocks' scales nobody reads, by no scale",
         FORWARD,
         "        if BLOCKS is not None:",
@@ -144,8 +88,8 @@ EIGHT_BITS = [
     Mutant(
         "scales of blocks whose values nobody reads",
         FORWARD,
-        "if is_read or y_max_ptr is not None or block_scale_ptr is not None:",
-        "if is_read or y_max_ptr is not None:",
+        "if y_ptr is not None or y_max_ptr is not None or block_scale_ptr is not None:",
+        "if y_ptr is not None or y_max_ptr is not None:",
         (f"{TESTS}test_a_part_alone",),
     ),
     Mutant(
@@ -220,7 +164,7 @@ EIGHT_BITS = [
         RULES,
         "jnp.broadcast_to(scale, norm.sizes(Shape.ONE, operands.x.shape, 0))",
         "scale.reshape((1,) * operands.x.ndim)",
-        (f"{TESTS}test_current_scaling_with_parameters_of_examples[triton-(2, 1, 3, 64)]",),
+        (f"{TESTS}test_current_scaling_with_parameters_of_examples[triton-heads]",),
     ),
     Mutant(
         "a scale of zero where all is zero",
@@ -232,7 +176,7 @@ EIGHT_BITS = [
     Mutant(
         "the residual added again",
         RULES,
-        "._replace(x=first.total)\n",
+        "._replace(x=outcome.total)\n",
         "._replace(x=operands.x)\n",
         (f"{TESTS}test_current_scaling[xla-add_layer_norm]",),
     ),
@@ -246,21 +190,21 @@ EIGHT_BITS = [
     Mutant(
         "the total's cotangent left out behind eight bits",
         RULES,
-        "if of_y else None, total=cotangents.total)",
-        "if of_y else None)",
+        "Arrays(y=cotangents.carrier, total=cotangents.total)",
+        "Arrays(y=cotangents.carrier)",
         (f"{STRAIGHT}test_every_gradient_is_that_of_the_norm[xla-add_rms_norm-blocks-(5, 64)]",),
     ),
     Mutant(
         "a cotangent of eight bits dropped",
         RULES,
-        "if any(getattr(cotangents, name) is not None for name in _in_eight_bits(junction)):",
+        "if cotangents.y is not None:",
         "if False:",
         (f"{STRAIGHT}test_eight_bits_have_none",),
     ),
     Mutant(
         "second derivatives of what went straight through",
         RULES,
-        "outcome = outcome._replace(**once)",
+        "outcome = outcome._replace(y=_differentiated_once(outcome.y))",
         "pass",
         (f"{STRAIGHT}test_gradients_have_no_derivatives",),
     ),
@@ -293,17 +237,10 @@ EIGHT_BITS = [
         (f"{STRAIGHT}test_results_of_control_flow[a scan-given scale]",),
     ),
     Mutant(
-        "the arguments of a module's call indented as until Python 3.12",
-        "jln/_modules/arguments.py",
-        "textwrap.indent(lines, of[1])",
-        'textwrap.indent(lines, " " * 8)',
-        ("tests/modules/test_sums.py::test_a_call_has_the_arguments_that_help_lists_and_no_others[RMSNorm-nnx]",),
-    ),
-    Mutant(
         "a module's own code where eight bits are asked for",
-        "jln/_modules/arguments.py",
-        "        if self.quantize is not None:",
-        "        if False:",
+        ADAPTER,
+        "        if quantize is not None:\n            raise",
+        "        if False:\n            raise",
         (f"{MODULES}test_what_the_frameworks_own_code_computes_is_refused",),
     ),
     Mutant(
@@ -321,18 +258,18 @@ EIGHT_BITS = [
         (f"{MODULES}test_several_linears",),
     ),
     Mutant(
-        "norms on both sides without eight bits",
-        ADAPTER,
-        'self.norm(layer, total, {"quantize": inputs.quantize}, **own)',
-        "self.norm(layer, total, {}, **own)",
-        (f"{MODULES}test_norms_on_both_sides[blocks]",),
-    ),
-    Mutant(
         "a constructor's eight bits in front of the call's",
         "jln/haiku.py",
-        '{"quantize": self._quantize, **beside}',
-        '{**beside, "quantize": self._quantize}',
+        "self._quantize if quantize is None else quantize",
+        "quantize if self._quantize is None else self._quantize",
         (f"{MODULES}test_a_call_says_otherwise[haiku]",),
+    ),
+    Mutant(
+        "a constructor's eight bits forgotten",
+        "jln/nnx.py",
+        "quantize = self.quantize if quantize is None else quantize",
+        "pass",
+        (f"{MODULES}test_a_call_says_otherwise[nnx]",),
     ),
     Mutant(
         "H split where a row is quantised",
@@ -340,6 +277,13 @@ EIGHT_BITS = [
         "whole = layout.whole if may_split_h",
         "whole = () if may_split_h",
         (f"{MESH}[xla-auto-H-blocks]", f"{MESH}[xla-auto-H-one scale]"),
+    ),
+    Mutant(
+        "the scales of all blocks on every device",
+        CALL,
+        "block_scale=PartitionSpec(*specs.x[:-1])",
+        "block_scale=PartitionSpec()",
+        (f"{MESH}[xla-explicit-rows over both axes-blocks]",),
     ),
     Mutant(
         "eight bits that an older Triton rounds twice",
@@ -354,5 +298,19 @@ EIGHT_BITS = [
         "and not target.chip.rounds_to_eight_bits",
         "and False",
         (f"{TESTS}test_chips_that_do_not_convert_have_eight_bits_by_xla",),
+    ),
+    Mutant(
+        "largest numbers by XLA where a kernel finds them on every chip",
+        NORM_LAUNCH,
+        "if dtypes.y in LARGEST_EXPONENT and not",
+        "if not",
+        (f"{TESTS}test_chips_that_do_not_convert_have_eight_bits_by_xla",),
+    ),
+    Mutant(
+        "examples as rows where XLA makes eight bits for a chip",
+        NORM_LAUNCH,
+        "formulas.forward(operands, norm, dtypes, batch_dims)",
+        "formulas.forward(operands, norm, dtypes, 0)",
+        (f"{TESTS}test_every_norm_where_the_chip_does_not_convert",),
     ),
 ]

@@ -108,8 +108,7 @@ KERNELS = [
     ),
     Mutant(
         "the sum of chunks not returned", FORWARD,
-        "of_total_ptr, at, mask,\n                    first_scale, first,",
-        "None, at, mask,\n                    first_scale, first,",
+        "of_total_ptr, at, mask, first_scale, first,", "None, at, mask, first_scale, first,",
         CHUNKS_ADD,
     ),
     Mutant(

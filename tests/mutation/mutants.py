@@ -4,7 +4,6 @@ Each is one small slip of the kind that a person makes: a term dropped, a mask s
 axis, sums in too few bits. `old` must be in the file exactly once.
 """
 
-from along_rows import ALONG_ROWS
 from both_sides import NORMS
 from compiled import COMPILED
 from eight_bit_linears import EIGHT_BIT_LINEARS
@@ -40,7 +39,6 @@ MUTANTS = [
     *UNDER_VMAP,
     *EIGHT_BITS,
     *EIGHT_BIT_LINEARS,
-    *ALONG_ROWS,
     *FUSED_EIGHT_BITS,
     *KEYS,
 ]

@@ -47,7 +47,7 @@ ROWS_GATHERED = [
         (f"{SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-add_rms_norm_linear-one]",),
     ),
     Mutant(
-        "dkernel of a device's own rows", XLA_LINEAR, "z = _all_rows(pulled.y, gathered)",
+        "dkernel of a device's own rows", XLA_LINEAR, "z = z if pulled.y is None else _all_rows(pulled.y, gathered)",
         "z = None if pulled.y is None else jnp.concatenate([pulled.y] * 4, 1)", GATHERED,
     ),
     Mutant(

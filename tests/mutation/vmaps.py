@@ -83,11 +83,11 @@ UNDER_VMAP = [
     ),
     Mutant(
         "z in front of the norm left out of plain jnp", JUNCTION_RULES, "a.x_z if a.z is None else a.z", "a.z",
-        norms("parameters of the same rows", "rms_norm_gated, norm_before_gate=False"),
+        norms("parameters of examples in the middle", "rms_norm_gated, norm_before_gate=False"),
     ),
     Mutant(
         "z behind the norm in plain jnp", JUNCTION_RULES, "norm_before_gate=a.x_z is None", "norm_before_gate=True",
-        norms("parameters of the same rows", "rms_norm_gated, norm_before_gate=False"),
+        norms("parameters of examples in the middle", "rms_norm_gated, norm_before_gate=False"),
     ),
     Mutant(
         "more than the operands kept by plain jnp", JUNCTION_RULES,

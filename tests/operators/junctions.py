@@ -51,7 +51,7 @@ def parameter_shape(shape, axes, varies, of_h=True):
 
 
 def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
-    """Return the operator's arguments by name, and its options. A norm of x has parameters of the same shapes.
+    """Return the operator's arguments by name, and its options. A norm of x has a scale of the same shape.
 
     gate: its kind. varies: how scale and offset vary over axes of rows.
     """
@@ -61,7 +61,7 @@ def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float6
     if OPERATORS[name].centres:
         shapes["offset"] = parameter_shape(shape, axes, of_offset)
     if OPERATORS[name].both_sides:
-        shapes |= {n: shapes[n[2:]] for n in ("x_scale", "x_offset") if n in OPERATORS[name].names}
+        shapes["x_scale"] = shapes["scale"]
     if "residual" in OPERATORS[name].takes:
         shapes["residual"] = shape
     if "x_bias" in OPERATORS[name].takes:

@@ -75,16 +75,16 @@ def test_every_array_has_a_line_that_names_others():
 
 # What a norm by itself has, and one on both sides of a sum.
 ALONE = ("x", "residual", "scale", "offset", "x_bias", "gate", "row_gate", "z", "x_z")
-BOTH = ("x", "residual", "scale", "offset", "x_scale", "x_bias", "gate", "row_gate")
+BOTH = ("x", "residual", "scale", "x_scale", "gate", "row_gate")
 
 
 @pytest.mark.parametrize(("operand", "both_sides"), [(n, False) for n in ALONE] + [(n, True) for n in BOTH])
 def test_a_gradient_reads_what_its_line_says(operand, both_sides):
     """A gradient is not a number where an array of its line is not, and does not see the others."""
     of_row, of_column, of_number = (workbench.normal(i, s, "float32") for i, s in enumerate([(4, 8), (1, 8), (4, 1)]))
-    norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides)
-    names = ["dy", "dy2", "dy3", "dtotal", "total", "mean", "rstd", "scale", "x", "x_bias", "gate", "row_gate"]
-    names += ["x_scale", "x_mean", "x_rstd"] if both_sides else []
+    norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides)
+    names = ["dy", "dy2", "dy3", "dtotal", "total", "rstd", "scale", "x", "gate", "row_gate"]
+    names += ["x_scale", "x_rstd"] if both_sides else ["mean", "x_bias"]
     if operand in ("z", "x_z"):  # of no sum
         names = [*(name for name in names if name != "dtotal"), operand]
     if operand in ("z", "x_z", "residual") and not both_sides:  # without gates
@@ -101,8 +101,9 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
 
 IN_EIGHT_BITS = ("y_max", "block_scale")
 OF_LINEARS = ("product",)  # which no norm by itself makes
-RESULTS_OF_TWO = [name for name in RESULTS if name not in (*IN_EIGHT_BITS, *OF_LINEARS)]
-RESULTS_OF_ONE = [name for name in RESULTS_OF_TWO if name not in ("x_mean", "x_rstd")]
+RESULTS_OF_TWO, RESULTS_OF_ONE = (
+    [name for name in RESULTS if name not in (*IN_EIGHT_BITS, *OF_LINEARS, others)] for others in ("mean", "x_rstd")
+)
 SUBSETS = [
     pytest.param(both_sides, wanted, id="-".join(("both sides" if both_sides else "one side", *wanted)))
     for both_sides, names in ((False, RESULTS_OF_ONE), (True, RESULTS_OF_TWO))
@@ -111,14 +112,19 @@ SUBSETS = [
 ]
 
 
+def norm_and_operands(both_sides, h, blocks=""):
+    """Return a norm and its operands of four rows of h elements: all but z, what is behind the norm, and Linears."""
+    norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides, blocks=blocks)
+    sizes = {Shape.ROW: (4, h), Shape.COLUMN: (1, h), Shape.NUMBER: (4, 1)}
+    others = ("offset", "x_bias") if both_sides else ("x_scale",)
+    names = [n for n in OPERANDS if n not in ("z", "x_z", "added", "kernel", "bias", *others)]
+    return norm, Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
+
+
 @pytest.mark.parametrize(("both_sides", "wanted"), SUBSETS)
 def test_results_are_made_of_what_their_lines_say(both_sides, wanted):
     """Whatever results are wanted, their operands are enough for the formula and for the kernels' launches."""
-    norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides)
-    sizes = {Shape.ROW: (4, 8), Shape.COLUMN: (1, 8), Shape.NUMBER: (4, 1)}
-    names = [n for n in OPERANDS if n not in ("z", "x_z", "added", "kernel", "bias")]
-    names = names if both_sides else [n for n in names if n != "x_scale"]
-    operands = Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
+    norm, operands = norm_and_operands(both_sides, 8)
     every = Arrays(**dict.fromkeys(wanted, "float32"))
     read = operands.only(reads_of_results(every))
     expected = operations.forward._formula(operands, norm, every, 0)
@@ -135,12 +141,8 @@ def test_results_are_made_of_what_their_lines_say(both_sides, wanted):
 @pytest.mark.parametrize("wanted", [("y",), ("y", "max"), ("max",), ("y", "max", "total")], ids=str)
 def test_eight_bits_are_made_of_what_their_lines_say(wanted, blocks, both_sides):
     """A part alone, too: the scales of blocks of which nobody reads the values are those of their dtype."""
-    norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides, blocks=blocks)
+    norm, operands = norm_and_operands(both_sides, 64, blocks)
     wanted = [{"max": "block_scale" if blocks else "y_max"}.get(name, name) for name in wanted]
-    sizes = {Shape.ROW: (4, 64), Shape.COLUMN: (1, 64), Shape.NUMBER: (4, 1)}
-    names = [n for n in OPERANDS if n not in ("z", "x_z", "added", "kernel", "bias")]
-    names = names if both_sides else [n for n in names if n != "x_scale"]
-    operands = Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
     operands = operands._replace(y_scale=None if blocks else jnp.full((1, 1), 0.25))
     dtypes = {"y": "float8_e4m3fn", "block_scale": "uint8"}
     every = Arrays(**{name: dtypes.get(name, "float32") for name in wanted})

@@ -89,9 +89,13 @@ def both(name, shape, blocks, implementation, dtype="bfloat16", **options):
 @pytest.mark.parametrize("shape", [(5, 64), (37, 96), (2, 20000)], ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_every_norm(name, shape, blocks, implementation):
-    """The bits are those of the result in float32, but for numbers that its last bits put on another side of a tie."""
     (got, total), (y, total_of_y) = both(name, shape, blocks, implementation)
     chex.assert_trees_all_equal(total, total_of_y)
+    check(got, y, blocks)
+
+
+def check(got, y, blocks):
+    """Assert that the bits are those of y, but for numbers that its last bits put on another side of a tie."""
     make = block_scaled if blocks else lambda y, dtype: scaled(y, 0.03, dtype)
     low, high = (make(np.asarray(y, "float64") * (1 + d), got.values.dtype) for d in (-1e-6, 1e-6))
     between = [np.asarray(a.values, "float32") * spread(a.scale) for a in (low, high)]
@@ -102,7 +106,7 @@ def test_every_norm(name, shape, blocks, implementation):
         np.testing.assert_allclose(got.amax, np.max(np.abs(y)), rtol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_layer_norm", "layer_norm_add_layer_norm"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_layer_norm", "rms_norm_add_rms_norm"])
 def test_current_scaling(name, implementation):
     """The largest number of the result becomes the largest of the eight bits, if no scale is given."""
     form = FORMS[name]
@@ -116,16 +120,6 @@ def test_current_scaling(name, implementation):
     np.testing.assert_allclose(got.scale, got.amax / 448, rtol=1e-6)
     assert np.max(np.abs(np.asarray(got.values, "float32"))) == 448
     np.testing.assert_allclose(got.dequantized(), y, rtol=2.0**-4, atol=float(got.scale) * 2.0**-10)
-
-
-def test_current_scaling_by_a_rule_of_ones_own(implementation):
-    """The scale is a function's of the largest number, in a jit as well."""
-    (x,) = operands("rms_norm", (37, H), "bfloat16")[:1]
-    rule = lambda amax: jnp.maximum(amax, 8.0) / 224  # noqa: E731
-    got = jax.jit(lambda x: jln.rms_norm(x, implementation=implementation, quantize=jln.Float8(rule)))(x)
-    assert got.amax < 8 and got.scale == jnp.float32(8) / 224
-    given = jln.rms_norm(x, implementation=implementation, quantize=jln.Float8(8 / 224))
-    np.testing.assert_array_equal(*(np.asarray(a.values, "float32") for a in (got, given)))
 
 
 @pytest.mark.parametrize("quantize", [jln.Float8(0.02), jln.Float8(), jln.MXFloat8(jnp.float8_e5m2)], ids=str)
@@ -199,12 +193,13 @@ def test_vmap_behind_rows(axis, blocks):
     chex.assert_trees_all_equal(jax.vmap(f, axis)(jnp.moveaxis(x, 0, axis)), jax.vmap(f)(x))
 
 
-# Groups of five rows, and each row a group.
-@pytest.mark.parametrize("shape", [(3, 4, 1, H), (2, 1, 3, H)], ids=str)
-def test_current_scaling_with_parameters_of_examples(shape, implementation):
+OWN = {"groups of five rows": (3, 4, 1, H), "each row": (3, 4, 5, H), "heads": (1, 1, 5, H)}
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_current_scaling_with_parameters_of_examples(own, implementation):
     """The scale that the first kernel finds is that of all groups in the second."""
-    x = workbench.normal(0, (*shape[:-2], 5 if shape[-2] == 1 else shape[-2], H), "float32")
-    w = workbench.normal(1, shape, "float32")
+    x, w = workbench.normal(0, (3, 4, 5, H), "float32"), workbench.normal(1, OWN[own], "float32")
     got = jln.rms_norm(x, w, quantize=jln.Float8(), implementation=implementation)
     y = jln.rms_norm(x, w, implementation=implementation)
     np.testing.assert_allclose(got.amax, jnp.max(jnp.abs(y)), rtol=1e-6)
@@ -235,14 +230,61 @@ def test_parameters_of_examples(shape, blocks, implementation):
     ],
 )
 def test_chips_that_do_not_convert_have_eight_bits_by_xla(chip, triton, converts, monkeypatch):
-    """The kernel writes float32, and XLA the bits, where Triton does not round once by one instruction."""
+    """No kernel makes them where Triton does not round once by one instruction; one finds the maximum on every chip."""
     monkeypatch.setattr(chips, "triton_version", lambda: triton)
     x, found = jax.ShapeDtypeStruct((64, 1024), "bfloat16"), CHIPS[chip]
-    with target.using(target.Recorder(found)) as recorder:
-        step = jax.jit(lambda x: jln.rms_norm(x, quantize=jln.MXFloat8(), implementation="triton"))
-        step.trace(x).lower(lowering_platforms=(found.platform,))
-    written = {name: a.dtype.name for name, a in recorder.launches[0].results.items()}
-    assert written == ({"y": "float8_e4m3fn", "block_scale": "uint8"} if converts else {"y": "float32"})
+
+    def written(quantize):
+        with target.using(target.Recorder(found)) as recorder:
+            step = jax.jit(lambda x: jln.rms_norm(x, quantize=quantize, implementation="triton"))
+            step.trace(x).lower(lowering_platforms=(found.platform,))
+        return [{name: a.dtype.name for name, a in launch.results.items()} for launch in recorder.launches]
+
+    y, amax = {"y": "float8_e4m3fn"}, {"y_max": "float32"}
+    assert written(jln.MXFloat8()) == [y | {"block_scale": "uint8"}] * converts
+    assert written(jln.Float8(0.5)) == [y | amax] * converts
+    assert written(jln.Float8()) == [amax] + [y] * converts
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_where_the_chip_does_not_convert(name, blocks):
+    """XLA computes all of it, of examples with scales of their own, too."""
+    form, quantize = FORMS[name], quantized(blocks, jnp.float8_e4m3fn, 0.03)
+    shared = dict(zip(form.names, operands(name, (3, 5, H), "bfloat16"), strict=True))
+    own = shared | {n: jnp.stack([a, 2 * a, -a]) for n, a in shared.items() if n.endswith("scale")}
+
+    def results(**how):
+        norm, made = form.in_order(getattr(jln, form.name), form.names, **how), []
+        made.append(jax.jit(norm)(*shared.values()))
+        for names in ("scale",), ("scale", "x", "residual", "z"):  # that vmap goes over; they share the rest
+            in_axes = [0 if n.endswith(names) else None for n in own]
+            of_all = jax.jit(jax.vmap(norm, in_axes))(*own.values())
+            made += [jax.tree.map(lambda a, i=i: a[i], of_all) for i in range(3)]
+        return made if form.adds else [(y, None) for y in made]
+
+    with target.using(target.Recorder(CHIPS["a100"])) as recorder:
+        ours = results(implementation="triton", quantize=quantize)
+    assert recorder.launches == []
+    for (got, total), (y, total_of_y) in zip(ours, results(dtype="float32", implementation="xla"), strict=True):
+        chex.assert_trees_all_close(total, total_of_y, rtol=2.0**-8)
+        check(got, y, blocks)
+
+
+@pytest.mark.parametrize("quantize", [jln.Float8(0.03), jln.Float8(), jln.MXFloat8()], ids=str)
+def test_gradients_where_the_chip_does_not_convert(quantize):
+    """A kernel finds the largest number of a current scale, and gradients are made of the statistics that XLA keeps."""
+    given = operands("add_layer_norm", (37, H), "float32")
+
+    def of(implementation):
+        def loss(*given):
+            y, total = jln.add_layer_norm(*given, quantize=quantize, implementation=implementation)
+            return jnp.sum(jnp.sin(y.dequantized())) + jnp.sum(jnp.sin(total)), y._replace(carrier=None)
+
+        return jax.jit(jax.value_and_grad(loss, range(len(given)), has_aux=True))(*given)
+
+    with target.using(target.Interpreter(CHIPS["a100"])):
+        got = of("triton")
+    chex.assert_trees_all_close(got, of("xla"), rtol=1e-5, atol=1e-5)
 
 
 WRONG = {
@@ -291,7 +333,7 @@ def test_scales_are_numbers_of_any_kind():
 
 @pytest.mark.parametrize("part", ["values", "scale", "amax"])
 @pytest.mark.parametrize("quantize", [jln.Float8(0.02), jln.Float8(), jln.MXFloat8("float8_e5m2")], ids=str)
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm_add_layer_norm"])
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_add_rms_norm"])
 def test_a_part_alone(name, quantize, part, implementation):
     """A step that reads a part of the result has the same part, and the others are dead code in it."""
     form = FORMS[name]

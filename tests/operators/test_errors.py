@@ -113,7 +113,7 @@ def given(entry):
         named = {"x": x, "residual": x if isinstance(x, jax.Array) else jnp.ones(()), "scale": scale, "offset": None}
         if x is not X and kernel is K:  # as many rows as x has columns
             kernel = jnp.ones((*(getattr(x, "shape", ()) or (8,))[-1:], 3), "float32")
-        named |= {"kernel": kernel, "bias": bias, "z": named["residual"], "x_scale": None, "x_offset": None}
+        named |= {"kernel": kernel, "bias": bias, "z": named["residual"], "x_scale": None}
         return entry.function(**{name: named[name] for name in entry.names}, **options)
 
     return call
@@ -226,7 +226,7 @@ JUNCTION = {
 def test_x_bias_and_gate(name, case):
     error, message, wrong = JUNCTION[case]
     x, named = jnp.ones((2, 4, 8), "float32"), {"scale": SCALE, "offset": None, "kernel": K, "bias": None}
-    named |= {"x": x, "residual": x, "x_scale": SCALE, "x_offset": None}
+    named |= {"x": x, "residual": x, "x_scale": SCALE}
     with pytest.raises(error, match=message):
         OPERATORS[name].function(**{n: named[n] for n in OPERATORS[name].names}, **wrong)
 
@@ -240,12 +240,6 @@ LEFT_TO_XLA = {
                                   r"normalised axis; got scale \(1, 4, 1, 8\) for x \(3, 4, 5, 8\): leave it out",
                                   (3, 4, 5, 8), -1, (1, 4, 1, 8)),
 }  # fmt: skip
-
-
-def test_an_offset_of_the_branch_has_its_own_name():
-    x, x_offset = jnp.ones((3, 4, 5, 8)), jnp.ones((1, 4, 1, 8))
-    with pytest.raises(ValueError, match=r"got x_offset \(1, 4, 1, 8\)"):
-        jln.layer_norm_add_layer_norm(x, x, x_offset=x_offset, implementation="triton")
 
 
 @pytest.mark.parametrize("case", LEFT_TO_XLA)
@@ -331,7 +325,7 @@ class Holder:
 
 NAMES = {entry.function: entry.names for entry in FORMS.values()}
 SHAPES = {"x": (4, 8), "residual": (4, 8), "scale": (8,), "offset": (8,), "kernel": (8, 3), "bias": (3,)}
-SHAPES |= {"x_bias": (8,), "gate": (8,), "z": (4, 8), "x_scale": (8,), "x_offset": (8,)}
+SHAPES |= {"x_bias": (8,), "gate": (8,), "z": (4, 8), "x_scale": (8,)}
 
 
 def with_one(name, make):

@@ -67,8 +67,8 @@ CASES = [
     ("add_layer_norm_linear", "by example", "apart", -1),
     # A residual behind the norm; norms on both sides of a sum.
     *itertools.product(("layer_norm_add",), ("no gate",), ("by example", "over an axis in the middle"), (-1, 1)),
-    *itertools.product(("layer_norm_add_layer_norm",), ("H", "over the last"), ("over the last", "apart"), (-1, 1)),
-    *itertools.product(("layer_norm_add_layer_norm_linear",), ("by example",), ("by example", "by row"), (-1,)),
+    *itertools.product(("rms_norm_add_rms_norm",), ("H", "over the last"), ("over the last", "by example"), (-1, 1)),
+    *itertools.product(("rms_norm_add_rms_norm_linear",), ("by example",), ("by example", "by row"), (-1,)),
 ]
 BY_XLA = [("xla", *case) for case in CASES]
 BY_KERNELS = [("triton", *case) for case in CASES if has_kernels(*case[1:3], axis=case[3])]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from test_straight_through import requests
 
 import jln
 import workbench
@@ -294,16 +295,15 @@ def test_zeros():
         assert all(np.isfinite(a).all() for a in gradients)
 
 
-@pytest.mark.parametrize("by", ["xla", None, "triton"], ids=str)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_layouts_for_cudnn(sizes, by):
+def test_layouts_for_cudnn(sizes, implementation):
     """Operands in the layouts that cuDNN reads, multiplied on another device, and its own product in their place."""
     rows, features = SIZES[sizes]
     arrays = given("layer_norm_linear", rows, (features, (64,)))
     how = {"quantize": jln.MXFloat8(), "implementation": "xla"}
     expected = found("layer_norm_linear", *arrays, **how)
     with target.using(target.Gpu(named_chip("b200"))):
-        got = found("layer_norm_linear", *arrays, **how | {"implementation": by})
+        got = found("layer_norm_linear", *arrays, **how | {"implementation": implementation})
     chex.assert_trees_all_close(got, expected, **CLOSE)
 
 
@@ -359,11 +359,13 @@ def test_errors():
         jax.grad(of_z_alone)(x)
 
 
-def test_xla_makes_z_where_it_quantises_it():
-    """No operation is between the two where XLA is asked for: there it shares z with the forward product."""
-    for by in ("xla", None):
-        jaxpr = jax.make_jaxpr(jax.grad(loss(jln.MXFloat8(), implementation=by), 3))(*ARRAYS)
-        assert ("jln_norm_along_rows" in str(jaxpr)) == (by is None)
+@pytest.mark.parametrize("how", ["blocks", "current scale", "given scale"])
+def test_xla_makes_z_again_where_it_quantises_it(how, implementation):
+    """The norm's backward operation makes z, in float32, where it makes the statistics again, and nowhere else."""
+    for remat in (False, True):
+        f = loss(QUANTIZE[how], implementation=implementation, remat=remat)
+        _, backward = requests(jax.grad(f, EVERY), *ARRAYS)
+        assert [r.dtypes.y for r in backward] == ["float32" if remat else None]
 
 
 # Rows that fill the blocks of each example, and that do not; an offset that is read row by row.

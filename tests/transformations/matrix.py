@@ -15,25 +15,20 @@ import jln
 import workbench
 from catalogue import FORMS
 
-
-def letter(name):
-    """The letter that stands for an argument: its initial, but for x_offset, beside which is x_scale."""
-    return {"x_offset": "q"}.get(name, name[0])
-
-
-OPTIONAL = {name: "".join(letter(a.name) for a in o.arguments if a.optional) for name, o in FORMS.items()}
+# The optional arguments of each operator, by their initials.
+OPTIONAL = {name: "".join(a.name[0] for a in o.arguments if a.optional) for name, o in FORMS.items()}
 
 
 def _sets(name):
     """The sets of optional arguments to try; for a form with extras each with all of them.
 
-    Of norms on both sides with offsets or Linears: none of them, all, and all but one.
+    Of norms on both sides with Linears: none of them, all, and all but one.
     """
     form = FORMS[name]
-    extras = "".join(map(letter, form.given_extras))
+    extras = "".join(extra[0] for extra in form.given_extras)
     chosen, rest = (extras, OPTIONAL[name].removesuffix(extras)) if extras else (OPTIONAL[name], "")
     numbers = [*range(bool(extras), len(chosen) + 1)]
-    if form.both_sides and (form.centres or form.is_linear) and not extras:
+    if form.both_sides and form.is_linear and not extras:
         numbers = [0, *numbers[-2:]]
     for n in numbers:
         for given in itertools.combinations(chosen, n):
@@ -56,7 +51,7 @@ def operands(name):
 def bind(name, given, module=jln, **options):
     """The operator as a function of x, what it needs beside, and the given optional arguments; and those arrays."""
     operator, complete = FORMS[name], operands(name)
-    absent = [a.name for a in operator.arguments if a.optional and letter(a.name) not in given]
+    absent = [a.name for a in operator.arguments if a.optional and a.name[0] not in given]
     chosen = {n: a for n, a in complete.items() if n not in absent}
     return operator.in_order(getattr(module, operator.name), tuple(chosen), **options), tuple(chosen.values())
 

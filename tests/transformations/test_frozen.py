@@ -47,8 +47,8 @@ def all_gradients(name, implementation, forward_mode):
 def test_some_gradients_are_those_of_all(name, some, forward_mode, implementation):
     """Gradients of some arguments are those of all arguments, by kernels bit for bit.
 
-    They are in float64, where a Linear is composed. dx_offset, doffset and dbias are sums of cotangents alone, which
-    something else than a kernel may add up where no other gradient needs one.
+    They are in float64, where a Linear is composed. doffset and dbias are sums of cotangents alone, which something
+    else than a kernel may add up where no other gradient needs one.
     """
     function, operands = frozen(name, some, implementation=implementation, forward_mode=forward_mode)
     got = dict(zip(some, jax.jit(matrix.gradient(function, operands))(*operands), strict=True))
@@ -56,7 +56,7 @@ def test_some_gradients_are_those_of_all(name, some, forward_mode, implementatio
     chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
     chex.assert_trees_all_close(got, expected, **CLOSE)
     if implementation == "triton":
-        kernels = [n for n in some if n not in ("x_offset", "offset", "bias")]
+        kernels = [n for n in some if n not in ("offset", "bias")]
         chex.assert_trees_all_equal(*({n: a[n] for n in kernels} for a in (got, expected)))
 
 

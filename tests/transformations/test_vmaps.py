@@ -18,7 +18,7 @@ from matrix import CLOSE, H, loss, mesh, operands
 
 EXAMPLES = 3
 OF_ROWS = ("x", "residual", "z", "added")
-OF_COLUMNS = ("scale", "offset", "x_bias", "gate", "x_scale", "x_offset")
+OF_COLUMNS = ("scale", "offset", "x_bias", "gate", "x_scale")
 LINEARS = [name for name, form in FORMS.items() if form.is_linear]
 BEHIND_ROWS = r"implementation='triton' takes the examples of this vmap in front of the rows"
 

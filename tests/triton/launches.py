@@ -85,9 +85,7 @@ EXAMPLES_SWITCHES = {
 BOTH_SIDES_SWITCHES = {
     "rms norms": SWITCHES["add_rms_norm"] | {"zero_centered_scale": True},
     "rms norms and a gate": SWITCHES["add_rms_norm"] | {"gate": True},
-    "layer norms": SWITCHES["everything"],
-    "layer norms and a gate": SWITCHES["everything"] | {"gate": True},
-    "layer norms and a gate of rows": SWITCHES["everything"] | {"row_gate": True},
+    "rms norms and a gate of rows": SWITCHES["add_rms_norm"] | {"zero_centered_scale": True, "row_gate": True},
     "nothing": SWITCHES["nothing"],
     "rms norms, three products": SWITCHES["add_rms_norm"] | {"products": 3},
 }
@@ -167,7 +165,7 @@ def launches(h, dtypes, chip, switches):
 
 
 def both_sides_launches(h, dtypes, chip, switches, wants_y=False):
-    """The launches of a norm on both sides of a sum forward and backward at this size, none made.
+    """The launches of an RMSNorm on both sides of a sum forward and backward at this size, none made.
 
     wants_y: whether the backward pass makes the norm's result again, as the Linears behind it need.
     """
@@ -177,20 +175,17 @@ def both_sides_launches(h, dtypes, chip, switches, wants_y=False):
     x, residual = (jax.ShapeDtypeStruct((100_000, h), d) for d in dtypes[:2])
     total = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(*dtypes[:2]))
     x_rstd, rstd = (jax.ShapeDtypeStruct((100_000, 1), jnp.promote_types(a.dtype, "float32")) for a in (x, total))
-    norm = Norm(-1, 1e-6, Switches(switches["subtract_mean"], switches["zero_centered_scale"]), both_sides=True)
-    names = ["scale", "x_scale"] * switches["scale"] + ["offset", "x_bias"] * switches["offset"]
-    parameter = jax.ShapeDtypeStruct((1, h), dtypes[2])
-    parameters = dict.fromkeys([*names, *(["gate"] if switches.get("gate") else [])], parameter)
+    norm = Norm(-1, 1e-6, Switches(False, switches["zero_centered_scale"]), both_sides=True)
+    names = ["scale", "x_scale"] * switches["scale"] + ["gate"] * switches.get("gate", False)
+    parameters = dict.fromkeys(names, jax.ShapeDtypeStruct((1, h), dtypes[2]))
     parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
     statistics = {"rstd": rstd, "x_rstd": x_rstd}
-    statistics |= {"mean": rstd, "x_mean": x_rstd} if switches["subtract_mean"] else {}
     recorder = Recorder(ALL_CHIPS[chip])
     operands = Arrays(x=x, residual=residual, **parameters)
     results = dtypes_of(Arrays(y=x, total=total, **statistics))
     jax.eval_shape(lambda operands: launcher.forward(operands, norm, results, 0, recorder), operands)
     gradients = dtypes_of(operands)._replace(y=x.dtype.name if wants_y else None)
     saved = Arrays(x=x, total=total, dy=x, dtotal=total, **parameters, **statistics)
-    saved = saved if wants_y else saved._replace(offset=None)
     saved = saved._replace(**dict.fromkeys(DY[: switches.get("products", 1)], x))
     jax.eval_shape(lambda saved: launcher.backward(saved, norm, gradients, 0, recorder), saved)
     return recorder.launches
