@@ -72,7 +72,7 @@ class RMSNorm(HaikuRMSNorm):
 
         Args:
           inputs: `[..., H]`, or as `axis` says.
-          residual: as of `LayerNorm`.
+          residual: the inputs' shape. The norm is of `total = inputs + residual`, which is made and read once.
         """
         return _HAIKU.norm(self, inputs, residual)
 

@@ -16,7 +16,7 @@ from jln._operators.eight_bits import Quantize, Scaled
 
 
 class Inputs(NamedTuple):
-    """What a module's call reads: x, the residual that is added to it, and their sum, or x alone, which is normalised.
+    """The arrays that a module's call reads: x, the residual that is added to it, and their sum, or x alone.
 
     The operators add up for themselves; a sum that nothing reads is not in a compiled program.
     """

@@ -228,7 +228,7 @@ def test_what_has_an_operator_beyond_the_norm_is_taken(name):
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_a_checkpoint_that_keeps_products(product):
-    """What makes eight bits is made again in its backward pass: by XLA with the norm, where a policy knows products."""
+    """Eight bits are made again in its backward pass: by XLA with the norm, where a policy knows products."""
     (multiply, scales), policy = PRODUCTS[product], jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     args = X, R, S, W, *scales
 
@@ -267,7 +267,7 @@ def test_a_rule_stays_that_quantises_otherwise_than_its_function():
 
 
 def test_a_rule_stays_that_asks_for_symbolic_zeros():
-    """It may read whether an operand or a result is differentiated."""
+    """A rule may read whether an operand or a result is differentiated."""
 
     @jax.custom_vjp
     def function(z, w, t):

@@ -96,7 +96,7 @@ def test_an_rms_norm_is_left(case):
 
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_a_layer_norm_is_taken(case):
-    """Its operator is one kernel forward, and a step moves 13 to 37 % less than the author's."""
+    """The operator is one kernel forward, and a step moves 13 to 37 % less than the author's."""
     norm = plain_norm("layer_norm")
     plain, fused = programs_of(case, norm, 2), programs_of(case, norm, 2, jln.fuse)
     show(case, "layer_norm", plain=megabytes(plain), fused=megabytes(fused))
