@@ -162,6 +162,12 @@ def a_gated_norm_in_front(x, r, s, gate):
     return rms(total, s), total
 
 
+@case(normal(2, 16, H), normal(2, 16, H), S, B, normal(2, 1, H), finds="layer_norm add_layer_norm")
+def a_gated_layer_norm_in_front(x, r, s, b, gate):
+    total = r + gate * layer(x, s, b)
+    return layer(total, s, b), total
+
+
 @case(X, R, S, B, finds="add_layer_norm")
 def a_post_norm(x, r, s, b):
     return layer(r + x, s, b)

@@ -162,6 +162,8 @@ def test_what_the_operators_lack_is_the_frameworks_own_code_on_the_sum(framework
     (got, got_back), (wanted, wanted_back) = (jax.vjp(f, x, residual) for f in (ours, separate))
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
     jax.tree.map(np.testing.assert_array_equal, got_back(dy), wanted_back(dy))
+    with pytest.raises(ValueError, match=r"^residual must have shape"):  # not one that would broadcast
+        ours(x, residual[..., :1])
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

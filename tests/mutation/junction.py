@@ -138,6 +138,6 @@ SUMS = [
     Mutant(
         "a module's residual of any shape", ADAPTER,
         """_checks.shape("residual", residual, x.shape, "that of x")""", "pass",
-        (f"{MODULES}a_residual_is_an_array_of_the_shape_of_x_and_none_is_as_if_it_were_not_there[norm_alone-nnx]",),
+        (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[nnx mask is given]",),
     ),
 ]  # fmt: skip
