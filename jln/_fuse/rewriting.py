@@ -39,20 +39,19 @@ _ELEMENTWISE = {
     *("tanh", "logistic", "erf", "sin", "cos", "abs", "sign", "select_n", "slice", "split", "concatenate", "pad"),
     *("broadcast_in_dim", "squeeze", "expand_dims", "reduce_sum", "reduce_max", "stop_gradient"),
 }
+_SCALED = ("mul", "div", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims")
 # An RMSNorm that no product reads is better left to XLA, which makes one kernel of it and what is behind: 8192 x 4096
 # with a sum in front and a square behind move 472 MB, with an operator 814. A LayerNorm's operator is better all the
-# same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is with norms of queries and keys in front of a rotation:
-# with operators there two blocks of a Llama would move 13.43 GB for 13.34. And with what products read in eight bits: a
-# step of a Llama with Flax's would move 20.3 GB for 19.8; of a GPT it moves 20.9 for 21.8 (`step_in_eight_bits.py`).
+# same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is in front of a rotation (two blocks of a Llama 13.34 GB,
+# for 13.43), and of products in eight bits: with Flax's a Llama's move 19.8 and would 20.3, a GPT's 20.9, for 21.8.
 _IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads in its own dtype XLA makes better, with what is behind"
-_IS_BETTER_ALL_THE_SAME = "no product reads it in its own dtype, and a LayerNorm's operator is better all the same"
+_IS_BETTER_ALL_THE_SAME = "products read it in eight bits alone, and a LayerNorm's operator is better all the same"
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
 # better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
 # backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
-# kept, with operators 58.64, and if products are kept 64.39 and 62.23. Of a GPT, with LayerNorms, they move 50.17 and
-# 45.96, and 56.38 and 50.45 (`benchmarks/fuse_choices.py`); if products are kept and in eight bits, more than as it is.
+# kept, with operators 58.64, and if products are kept 64.39 and 62.23; of a GPT 50.17 and 45.96, 56.38 and 50.45
+# (`benchmarks/fuse_choices.py`). Of products that are kept and in eight bits a GPT may move more than as it is.
 _IS_MADE_AGAIN = "in this jax.checkpoint XLA makes the norm better, inside of what reads it"
-
 # Kernels take rows whose elements lie side by side: a ConvNeXt norm, channels first, moves 514 MB by the operator, and
 # 457 as Flax writes it (`python benchmarks/report.py convnext-768`). With other parameters the operator is plain jnp.
 _IS_OVER_OTHER_AXES = "a norm over other axes than the last XLA makes better"
@@ -102,8 +101,11 @@ def _is_read_by_a_product(graph: Graph, y: Value) -> bool:
 
 
 def _is_read_in_eight_bits(graph: Graph, y: Value) -> bool:
-    """True where functions with their own derivatives read the value in eight bits, and no product in its own dtype."""
-    return any(_quantises(node, y) for node in y.readers) and not _is_read_by_a_product(graph, y)
+    """True where functions read the value, scaled or reshaped, in eight bits, and no product in its own dtype."""
+    values = [y]
+    for v in values:
+        values += [node.output for node in v.readers if node.operation in _SCALED and node.output not in values]
+    return any(_quantises(node, v) for v in values for node in v.readers) and not _is_read_by_a_product(graph, y)
 
 
 def _quantises(node: Node, y: Value) -> bool:
@@ -123,7 +125,6 @@ def _is_quantised(value: Value) -> bool:
 class _Rewriting:
     def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
         self.graph, self.options, self.constants = graph, options, constants
-        self.in_front: set[Value] = set()
         self.junctions: dict[Value, Junction] = {}  # by their norm's y
         by_kernels = [n for n in norms if _without_kernels(n) is None]
         by_result = {n.y: n if n in by_kernels else None for n in norms}
@@ -140,8 +141,9 @@ class _Rewriting:
             if junction.in_front is not None or junction.total not in behind:
                 totals.add(junction.total)
                 self.junctions[norm.y] = junction
-        self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}
-        self.decided = [(n, self._why_left(n)) for n in norms if n.y not in self.in_front]
+        whys = {n.y: self._why_left(n) for n in norms}
+        in_front = {j.in_front.y for y, j in self.junctions.items() if j.in_front is not None and whys[y] is None}
+        self.decided = [(n, whys[n.y]) for n in norms if n.y not in in_front]
 
     def _why_left(self, norm: Norm) -> str | None:
         """The reason why a norm is better left to XLA, which the whole program tells; else None."""
@@ -162,9 +164,9 @@ class _Rewriting:
                 return _IS_MADE_AGAIN
         if _is_read_by_a_product(self.graph, norm.y):
             return None
-        if junction is None and addition_of(self.graph, norm, self.constants) is not None:
-            return None
-        return _IS_READ_BY_NO_PRODUCT
+        addition = addition_of(self.graph, norm, self.constants) if junction is None else None
+        is_taken = addition is not None and not _is_read_in_eight_bits(self.graph, addition.y)
+        return None if is_taken else _IS_READ_BY_NO_PRODUCT
 
     def _hands_on(self, norm: Norm) -> bool:
         """True where a norm without a sum hands on x, for those that read it behind: in a checkpoint's body."""
@@ -177,11 +179,9 @@ class _Rewriting:
         return any(self.graph.depends(p.source, [junction.total]) for p in _parameters(norm, junction))
 
     def findings(self) -> list[Finding]:
-        findings = [finding for norm, why in self.decided if why is None for finding in self._replaced(norm)]
-        for norm, why in self.decided:
-            if why is not None and norm.y.maker is not None:
-                findings.append(Finding(None, (), why, norm.y.maker, norm.x))
-        return findings
+        taken = [finding for norm, why in self.decided if why is None for finding in self._replaced(norm)]
+        left = [(norm, why, norm.y.maker) for norm, why in self.decided if why is not None]
+        return [*taken, *(Finding(None, (), why, maker, n.x) for n, why, maker in left if maker is not None)]
 
     def _replaced(self, norm: Norm) -> list[Finding]:
         junction = self.junctions.get(norm.y)
@@ -193,7 +193,7 @@ class _Rewriting:
         linears, why = self._linears(norm, junction, addition)
         if why and addition is None and self._keeps_nothing_for_products(norm):
             why += ": the Linears behind it keep what the norm read"
-        if not why and norm.centres and addition is None and not _is_read_by_a_product(self.graph, norm.y):
+        if norm.centres and _is_read_in_eight_bits(self.graph, norm.y):
             why = _IS_BETTER_ALL_THE_SAME
         hands_on = junction is None and self._hands_on(norm)
         call = call_of(

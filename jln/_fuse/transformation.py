@@ -52,8 +52,8 @@ def fuse(
     has no step of which that would prove nothing, such as a maximum. All else stays as it is: loops, checkpoints with
     their policies, shardings, effects, random numbers.
 
-    Where products read a norm in eight bits alone, as by `jax.nn.scaled_dot_general` or Flax's, a LayerNorm is taken as
-    it is and an RMSNorm left. A norm writes eight bits itself where it is called with `quantize=`, as of `layer_norm`.
+    Where products read a norm in eight bits alone, as by `jax.nn.scaled_dot_general` or Flax's, an RMSNorm by itself is
+    left. A norm writes eight bits itself where it is called with `quantize=`, as of `layer_norm`.
 
     It belongs below `grad`: of a function that differentiates inside, as a training step does, backward reads what
     forward has made, and nothing is saved. What an operator rounds it rounds once, so 16-bit results differ from the

@@ -56,7 +56,7 @@ class Prepared:
         )
 
     def linears(self, linears: Sequence[Linear], read: Arrays, quantize: Quantize) -> Arrays:
-        """The products of the norm of `read` and the Linears, as one operator; with the total where `read` has addends.
+        """The products of the norm of `read` and the Linears, as one operator; of a residual with the total.
 
         The caller has checked that nothing keeps them from being one.
         """

@@ -30,7 +30,7 @@ from proof import difference
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks", "products_on_a_cpu")
 LEFT = "an RMSNorm that no product reads in its own dtype XLA makes better"
-TAKEN = "no product reads it in its own dtype, and a LayerNorm's operator is better all the same"
+TAKEN = "products read it in eight bits alone, and a LayerNorm's operator is better all the same"
 
 
 def route(function, *args, **options):
@@ -83,7 +83,7 @@ WAYS = {
     "behind a sum": (behind_a_sum, {}, LEFT, TAKEN),
     "in a checkpoint": (in_a_checkpoint, {}, "XLA makes", TAKEN),
     "under a vmap": (under_a_vmap, {}, LEFT, TAKEN),
-    "with Linears": (alone, {"linears": True}, LEFT, "reads its result"),
+    "with Linears": (alone, {"linears": True}, LEFT, TAKEN),
     "in forward mode": (alone, {"forward_mode": True}, LEFT, TAKEN),
 }
 EVERY = [(way, product) for way in WAYS for product in PRODUCTS]
@@ -212,7 +212,6 @@ def test_a_norm_that_something_else_reads_is_taken(name):
 OTHER_OPERATORS = {
     "rms_norm_gated": lambda x, r, s: rms(x, s) * jax.nn.silu(r),
     "rms_norm_add_rms_norm": lambda x, r, s: rms(r + rms(x, s), s),
-    "rms_norm_add": lambda x, r, s: rms(x, s) + r,
     "layer_norm_add": lambda x, r, s: with_offset(x, s) + r,
 }
 
@@ -223,7 +222,7 @@ def test_what_has_an_operator_beyond_the_norm_is_taken(name):
         return by_current_scales(OTHER_OPERATORS[name](x, r, s), w)
 
     assert_taken(name, function, X, R, S, W)
-    assert "no product" not in route(function, X, R, S, W)[1]
+    assert "eight bits" not in route(function, X, R, S, W)[1]
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -236,10 +235,21 @@ def test_a_checkpoint_that_keeps_products(product):
         return jax.checkpoint(alone(norm, multiply), policy=policy)
 
     assert_left(around(rms), *args, why="XLA makes the norm better")
-    if product == "JAX":  # its products are no `dot_general`, and not kept
-        assert_taken("layer_norm", around(with_offset), *args)
-    else:
-        assert_left(around(with_offset), *args, why="XLA makes the norm better")
+    for reader in (lambda z, *a: multiply(z, *a), lambda z, *a: multiply(1.5 * z, *a)):
+        function = jax.checkpoint(alone(with_offset, reader), policy=policy)
+        assert_left(function, *args, why="XLA makes the norm better")
+
+
+def test_both_norms_of_a_pair_that_a_checkpoint_leaves_are_listed():
+    policy, multiply = jax.checkpoint_policies.dots_saveable, by_current_scales
+    function = jax.checkpoint(lambda x, r, s, w: multiply(rms(r + rms(x, s), s), w), policy=policy)
+    assert [r.path for r in jln.explain(jln.fuse(function), X, R, S, W)] == ["plain", "plain"]
+
+
+def test_a_sum_behind_that_a_product_reads_in_eight_bits_is_left():
+    """A step of 8192 x 4096 and Flax's product moves 1261 MB, and with the operator 1330."""
+    assert_left(lambda x, r, s, w: by_current_scales(r + rms(x, s), w), X, R, S, W, why=LEFT)
+    assert_taken("rms_norm_add", lambda x, r, s, w: (r + rms(x, s)) @ w, X, R, S, W)
 
 
 def test_a_layer_norm_in_such_a_checkpoint_that_a_product_reads_too_is_taken():
@@ -250,7 +260,7 @@ def test_a_layer_norm_in_such_a_checkpoint_that_a_product_reads_too_is_taken():
 
 def test_a_layer_norm_that_a_product_reads_too_has_no_reason():
     operator, why = route(lambda x, s, w: (lambda z: (by_current_scales(z, w), z @ w))(layer(x) * s), X, S, W)
-    assert operator == "layer_norm" and "no product" not in why
+    assert operator == "layer_norm" and "eight bits" not in why
 
 
 def test_a_rule_stays_that_quantises_otherwise_than_its_function():

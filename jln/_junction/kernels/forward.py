@@ -48,9 +48,8 @@ def _load_total_of_normed(
     if gate_ptr is None and row_gate_ptr is None:
         total = tl.fma(u, x_scale[None, :], residual)  # (33)
     else:
-        total = (
-            gated(u * x_scale[None, :], gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual
-        )  # (33)
+        branch = u * x_scale[None, :]
+        total = gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual  # (33)
     return total.to(TOTAL), x_rstd
 
 
