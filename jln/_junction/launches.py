@@ -219,7 +219,7 @@ def _backward_plan(
         if all(a is None for a in of_branch):  # then the norm's kernel is all
             return None
         moved = element_sizes(*rows, results.x)
-        tile = tiles.both_sides(g.h, *moved, target.chip, operands.gated)
+        tile = tiles.both_sides(g.h, *moved, target.chip, operands.gated, len(dy) - 1)
         return None if tile is None else tiles.BackwardPlan(tile, None)
     held = operands.gated or operands.residual is None  # x, which of a total made again is in the total
     gates = (operands.gate, operands.row_gate, operands.x if held else None, operands.z, operands.x_z)

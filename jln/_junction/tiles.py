@@ -140,10 +140,10 @@ def _with_room(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) ->
     return dataclasses.replace(tile, stages=max(1, min(tile.stages, room)))
 
 
-def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, gated: bool) -> Tile | None:
+def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, gated: bool, beside: int = 0) -> Tile | None:
     """The tile of `backward_kernel` with a norm of x, too, whole rows; None where 16 warps cannot hold a row.
 
-    gated: whether a gate is between the norms.
+    gated: whether a gate is between the norms. beside: how many cotangents are read beside dy.
 
     The next row's four arrays are fetched ahead where shared memory has room. Found by compiling: 16 elements a thread
     with the sums of both scales take 127 registers of the 128 that 16 warps may have, with 8 111; rows that do not
@@ -179,7 +179,7 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, gated: bool) -> T
         ahead = 24 * rows * columns + 1024
         has_room = ahead + 32_000 <= chip.shared
     tile = Tile(rows, columns, warps, 2 if easy and has_room else 1, max(1, min(4, 16 // warps)))
-    return tile if mixed or tile.stages == 1 else read_ahead(tile, itemsize, (4, 2 + gated), chip)
+    return tile if mixed or tile.stages == 1 else read_ahead(tile, itemsize, (4 + beside, 2 + gated), chip)
 
 
 def reduce_tile(h: int, shares: int | None = None) -> Tile:

@@ -127,10 +127,11 @@ NORMS = [
         "branch = u * load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]", "branch = u",
         GATED_KERNEL,
     ),
-    Mutant("x's scale left out in front of a gate", FORWARD, "gated(u * x_scale[None, :],", "gated(u,", GATED_KERNEL),
+    Mutant("x's scale left out in front of a gate", FORWARD, "branch = u * x_scale[None, :]", "branch = u", GATED_KERNEL),
     Mutant(
         "no gate behind a norm of the branch", FORWARD,
-        "gated(u * x_scale[None, :], gate_ptr", "gated(u * x_scale[None, :], None", GATED_KERNEL,
+        "gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual",
+        "gated(branch, None, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual", GATED_KERNEL,
     ),
     Mutant("no gate behind a norm of the branch, in two calls", XLA_NORM,
         "total = gated(branch(u, both, wide), operands)", "total = branch(u, both, wide)", GATED_XLA,
