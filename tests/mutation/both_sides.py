@@ -127,7 +127,9 @@ NORMS = [
         "branch = u * load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]", "branch = u",
         GATED_KERNEL,
     ),
-    Mutant("x's scale left out in front of a gate", FORWARD, "branch = u * x_scale[None, :]", "branch = u", GATED_KERNEL),
+    Mutant(
+        "x's scale left out in front of a gate", FORWARD, "branch = u * x_scale[None, :]", "branch = u", GATED_KERNEL,
+    ),
     Mutant(
         "no gate behind a norm of the branch", FORWARD,
         "gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual",
