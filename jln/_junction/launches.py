@@ -99,7 +99,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     sums = tuple(name for name in COLUMNS if getattr(dtypes, name) is not None)
     g = geometry_of(operands, norm, batch_dims, bool(sums))
     results = g.results(dtypes)
-    plan_of = functools.partial(_backward_plan, results=results, sums=sums, pulls=pulls, g=g, target=target)
+    plan_of = functools.partial(_backward_plan, results=results, sums=sums, g=g, target=target)
     plan = plan_of(operands)
     if plan is None:
         one = functools.partial(backward, target=target)
@@ -208,7 +208,7 @@ def _again(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target
 
 
 def _backward_plan(
-    operands: Arrays, results: Arrays, sums: tuple[str, ...], pulls: bool, g: Geometry, target: Target
+    operands: Arrays, results: Arrays, sums: tuple[str, ...], g: Geometry, target: Target
 ) -> tiles.BackwardPlan | None:
     """The tiles of the backward pass; None for a norm of x and one of the total, of which one kernel takes one each."""
     dy = [*operands.only(DY).present().values()]

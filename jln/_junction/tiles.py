@@ -173,9 +173,9 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, gated: bool, besi
     # and an A100 does not, where it would spill 64 bytes.
     has_room = 3 * ahead <= 2 * chip.shared
     if mixed:
-        # As compiled: 20 or 24 bytes an element. An H200 has the row of a float32 stream ahead, for
-        # 35 KB of L1: a row's two scales that came from L2 would be half as many bytes again as the row's own from
-        # memory, which takes less time than to wait for each row.
+        # As compiled: 20 or 24 bytes an element. An H200 has the row of a float32 stream ahead, for 35 KB of L1: the
+        # two scales that came from L2 would be half as many bytes again as the row's own from memory, which takes less
+        # time than to wait for each row.
         ahead = 24 * rows * columns + 1024
         has_room = ahead + 32_000 <= chip.shared
     tile = Tile(rows, columns, warps, 2 if easy and has_room else 1, max(1, min(4, 16 // warps)))
