@@ -40,8 +40,8 @@ class Rules:
       the place of what the wanted derivatives do not read stands an `Unneeded`.
     gradients: `gradients(settings, saved, cotangents, wanted)` -> the operands' gradients. A cotangent is None where a
       result was not used, a gradient where it is zero or not wanted.
-    tangents: `tangents(settings, saved, tangents, results)` -> the results' tangents, linear in those of the operands,
-      None where zero. Their transpose must be `gradients`. None of what forward mode never sees.
+    tangents: `tangents(settings, operands, saved, tangents, results)` -> the results' tangents, linear in those of the
+      operands, None where zero. Their transpose must be `gradients`. None of what forward mode never sees.
 
     `wanted` is a NamedTuple of the operands' dtypes by name, None for operands whose gradient nobody wants. In `saved`
     an `Unneeded` is an empty array for `gradients`, and None for `tangents`.
@@ -92,7 +92,7 @@ class Rules:
         assert self.tangents is not None
         results, saved = self.saving(settings, operands, wanted)
         saved = jax.tree.map(lambda a: None if isinstance(a, Unneeded) else a, saved)
-        return _batched_together(results), self.tangents(settings, saved, tangents, results)
+        return _batched_together(results), self.tangents(settings, operands, saved, tangents, results)
 
 
 def _in_own_modes(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,11 +198,6 @@ _together = _batching_primitive()
 def _batched_together(results: Any) -> Any:
     given, tree = jax.tree.flatten(results)
     return tree.unflatten(_together.bind(*given)) if len(given) > 1 else results
-
-
-def batched_like(a: jax.Array, like: jax.Array) -> jax.Array:
-    """Return `a`, which `vmap` batches if it batches `like`: its transpose adds up examples in the dtype of `a`."""
-    return _together.bind(a, Unneeded(like).nothing())[0]
 
 
 def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any], operands: Any) -> Any:

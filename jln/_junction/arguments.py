@@ -87,14 +87,14 @@ def groups_of(
     """The number of first axes that are those of examples, and whether heads are in front of H, the axis `h`.
 
     None where parameters of these sizes, all of x's rank, vary along other axes, or where the call may be plain jnp and
-    groups that share some of them have few rows.
+    groups have few rows for those of them that are shared: by groups, or by a group's elements, as a row's gate is.
     """
     own = {i for sizes in columns for i, n in enumerate(sizes) if i != h and n != 1}
     behind = next((i for i in range(h) if i not in own and x[i] != 1), h)
     examples = 1 + max((i for i in own if i < behind), default=-1)
     others = {i for i in own if i >= examples}
     heads = others == {h - 1} and h == len(x) - 1
-    shared = sum(any(sizes[i] == 1 for i in own if x[i] != 1) for sizes in columns)
+    shared = sum(any(sizes[i] == 1 for i in (*own, h) if x[i] != 1) for sizes in columns if math.prod(sizes) != 1)
     if (others and not heads) or (may_be_plain and are_few_rows(x, {*own, h}, shared)):
         return None
     return examples, heads
@@ -104,7 +104,7 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bo
     """Lay out the user's arrays, but for those of Linears, for the norm's operations: adjacent axes of H are one.
 
     Returns the operands, and the norm with its axes of examples and heads. On these every parameter is written out to
-    x's sizes, as is a row's gate on all axes of rows. None where axes are not adjacent, or as of `groups_of`.
+    x's sizes, and along H a gate that has one value for it. None where axes are not adjacent, or as of `groups_of`.
     """
     x, order = arrays.x, sorted(axes)
     normalised = tuple(x.shape[a] for a in axes)
@@ -122,9 +122,6 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bo
         in_order = parameter.transpose([axes.index(a) for a in order])
         return in_order.reshape([in_order.size if i == h else 1 for i in range(ndim)])
 
-    gate = arrays.gate
-    if gate is not None and gate.shape != normalised and all(gate.shape[a] == 1 for a in axes):
-        arrays = arrays._replace(gate=None, row_gate=gate)
     operands = {
         name: on_one_axis(a) if TABLE[name].shape is Shape.ROW else of_same_rank(a)
         for name, a in arrays._replace(kernel=None, bias=None).present().items()
@@ -138,10 +135,9 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bo
     of_groups = norm.axes_of_groups(ndim, 0)
     with own_modes():
         for name, a in operands.items():
-            if TABLE[name].shape in (Shape.COLUMN, Shape.ONE):
-                operands[name] = written_out(a, operands["x"], of_groups)
-            elif TABLE[name].shape is Shape.NUMBER:
-                operands[name] = written_out(a, operands["x"], [i for i in range(ndim) if i != h])
+            if TABLE[name].shape is not Shape.ROW:
+                of_h = [h] if TABLE[name].shape is Shape.COLUMN else []
+                operands[name] = written_out(a, operands["x"], of_groups + of_h)
     return Arrays(**operands, kernel=arrays.kernel, bias=arrays.bias), norm
 
 

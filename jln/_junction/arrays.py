@@ -29,7 +29,6 @@ class Shape(enum.Enum):
     NUMBER = "[*lead, 1, *inner]"
     ONE = "[1, ..., 1], with the sizes of x on the axes of examples and heads"
     BLOCK = "[*lead, H / 32]"
-    PRODUCT = "[*lead, *features], one for each Linear"
     KERNEL = "[H, *features], one for each Linear"
     BIAS = "[*features], one for each Linear"
 
@@ -57,8 +56,8 @@ def _operand(shape: Shape, *made_of: str, more: tuple[str, ...] = ()) -> Array:
 # The cotangents that come to y, of a norm in front of several products one of each.
 DY = ("dy", "dy2", "dy3")
 # What total is made of, its cotangent, x_hat, and what x_hat is to total in the norm of x.
-_SUM = ("x", "residual", "x_bias", "gate", "row_gate", "x_z", "x_scale")
-_PULLED = (*DY, "dtotal", "total", "scale", "mean", "rstd", "z", "x_z", "product")
+_SUM = ("x", "residual", "x_bias", "gate", "x_z", "x_scale")
+_PULLED = (*DY, "dtotal", "total", "scale", "mean", "rstd", "z", "x_z")
 _X_HAT = ("total", "mean", "rstd", "x_z")
 _U = ("x", "x_rstd")
 _Y = (*_SUM, "scale", "offset", "z", "added")
@@ -70,24 +69,23 @@ class Arrays(NamedTuple):
     A gradient stands under the name of its operand. Without a residual, `total` is x itself. Without a gate and a norm
     of x, one gradient goes to both x and the residual: it is in total's dtype, under the name of x.
 
-    kernel, bias, product and, with Linears, y and dy are tuples, with one for each Linear. The norm in front of them
+    kernel, bias and, with Linears, y and dy are tuples, with one for each Linear. The norm in front of them
     has no sum of what they pull back, but its summands: dy, dy2 and dy3.
 
     y in eight bits is y / y_scale, whose y_max are the largest |y| of rows, or has a block_scale for every 32 elements.
     It has no cotangent: carrier is zero, and has that of the y that was rounded.
     """
 
-    x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=("x_scale", *_U))] = None
+    x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", more=("x_scale", *_U))] = None
     residual: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
     scale: Annotated[Any, _operand(Shape.COLUMN, *DY, *_X_HAT, "z")] = None
     offset: Annotated[Any, _operand(Shape.COLUMN, *DY)] = None
-    x_bias: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate")] = None
+    x_bias: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate")] = None
     gate: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "x", "x_bias", more=("x_scale", *_U))] = None
-    row_gate: Annotated[Any, _operand(Shape.NUMBER, *_PULLED, "x", "x_bias", more=("x_scale", *_U))] = None
     z: Annotated[Any, _operand(Shape.ROW, *DY, *_X_HAT, "scale", "z")] = None
     x_z: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
     added: Annotated[Any, _operand(Shape.ROW, "dy")] = None
-    x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate", more=_U)] = None
+    x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", more=_U)] = None
     kernel: Annotated[Any, _operand(Shape.KERNEL, "dy", *_X_HAT, "scale", "offset", "y_scale")] = None
     bias: Annotated[Any, _operand(Shape.BIAS, "dy")] = None
     y: Annotated[Any, Array(Shape.ROW, (*_Y, "kernel", "bias", "y_scale"))] = None
@@ -97,17 +95,12 @@ class Arrays(NamedTuple):
     mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     x_rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
-    product: Annotated[Any, Array(Shape.PRODUCT, (*_SUM, "scale", "kernel"), is_kept=True)] = None
     dy: Annotated[Any, Array(Shape.ROW)] = None
     dy2: Annotated[Any, Array(Shape.ROW)] = None
     dy3: Annotated[Any, Array(Shape.ROW)] = None
     dtotal: Annotated[Any, Array(Shape.ROW)] = None
     y_scale: Annotated[Any, Array(Shape.ONE)] = None
     carrier: Annotated[Any, Array(Shape.ROW)] = None
-
-    @property
-    def gated(self) -> bool:
-        return self.gate is not None or self.row_gate is not None
 
     def present(self) -> dict[str, Any]:
         """The arrays that are not absent, by name."""
@@ -255,8 +248,7 @@ def statistics_dtypes(operands: Arrays, norm: Norm, names: Iterable[str]) -> Arr
     """The dtypes of those of a row's statistics that are among `names`."""
     dtypes = {}
     for name in KEPT:
-        is_statistic = TABLE[name].shape is Shape.NUMBER
-        if name in names and is_statistic and (norm.switches.subtract_mean or "mean" not in name):
+        if name in names and (norm.switches.subtract_mean or "mean" not in name):
             of = operands.x.dtype if name.startswith("x_") else total_dtype(operands)
             dtypes[name] = jnp.promote_types(of, jnp.float32).name
     return Arrays(**dtypes)

@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
+from jln._core.derivatives import PRODUCT, Rules, Unneeded, named_statistics
 from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, varying_together
-from jln._junction import arrays, formulas, gradients
+from jln._junction import arrays, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.eight_bits import largest
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
-from jln._junction.linears.tiles import keeps_product
 from jln._junction.operations import backward, backward_in_one, forward, forward_in_one, norms_by, rows_of
+from jln._junction.tangents import tangent
 from jln._junction.vmaps import sum_examples_as_rows
 from jln.reference import _junction, _Norm
 
@@ -48,8 +48,6 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
         scale = None if z.y_scale is None else z.y_scale.reshape((1,) * operands.x.ndim)
         return z._replace(y=y, block_scale=None, y_scale=scale)
     dtypes = dtypes._replace(y=products)
-    if "product" in keeps and keeps_product(operands, junction):
-        dtypes = dtypes._replace(product=tuple("float32" for _ in products))
     if not junction.in_one:
         return linears.forward(operands, junction, dtypes, 0, norms=norms_by(junction.implementation))
     results = forward_in_one(operands, junction, dtypes, implementation=junction.implementation)
@@ -94,7 +92,7 @@ def _value(junction: Junction, operands: Arrays) -> Arrays:
 
 def _differ(norm: Norm, operands: Arrays) -> bool:
     """True where the gradients of x and of the residual differ by more than their dtypes."""
-    return operands.gated or norm.both_sides
+    return operands.gate is not None or norm.both_sides
 
 
 def _reads(junction: Junction, operands: Arrays, wanted: Arrays) -> set[str]:
@@ -122,14 +120,9 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     there = there._replace(**named_statistics(outcome.only(KEPT).present()))
     if not junction.norm.switches.subtract_mean:
         of_all -= {"mean"}
-    if not keeps_product(operands, junction):
-        of_all -= {"product"}
     # A statistic that nobody reads was not computed: what stands for it is batched as a result is.
     like = jax.tree.leaves(outcome.y)[0]
-    statistics: dict[str, Any] = dict.fromkeys(of_all.intersection(KEPT), like)
-    if "product" in statistics:
-        statistics["product"] = outcome.y
-    unneeded = jax.tree.map(Unneeded, there._replace(**statistics))
+    unneeded = jax.tree.map(Unneeded, there._replace(**dict.fromkeys(of_all.intersection(KEPT), like)))
     saved = {name: getattr(there if name in reads else unneeded, name) for name in sorted(of_all)}
     return _results(junction, operands, outcome), Arrays(**saved)
 
@@ -221,7 +214,7 @@ def _transposed(
     """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
     junction = dataclasses.replace(junction, implementation=implementation)
     of_parameters = (Shape.COLUMN, Shape.KERNEL, Shape.BIAS)
-    named = (*saved.present().items(), *tangents.only(("row_gate", "z", "x_z")).present().items())
+    named = (*saved.present().items(), *tangents.only(("z", "x_z")).present().items())
     rows = [a for name, a in named if TABLE[name].shape not in of_parameters]
     parameters = [
         a for of in (saved, tangents) for name, a in of.present().items() if TABLE[name].shape in of_parameters
@@ -238,33 +231,16 @@ def _transposed(
     return pulled._replace(kernel=kernel, bias=bias)
 
 
-def _tangent_formula(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
-    if junction.features:
-        return linears.tangent(operands, junction, dtypes, batch_dims)
-    return gradients.tangent(operands, junction.norm, dtypes, batch_dims)
-
-
 _tangent: LinearOperation[tuple[Arrays, Arrays], Arrays] = LinearOperation(
-    "jln_norm_tangent", _tangent_formula, transpose=_transposed, rows=lambda operands: rows_of(operands[1])
+    "jln_norm_tangent", tangent, transpose=_transposed, rows=lambda operands: rows_of(operands[1])
 )
 
 
-def _tangents(junction: Junction, saved: Arrays, tangents: Arrays, results: Arrays) -> Arrays:
-    if saved.rstd is None:
-        dtotal = None if results.total is None else jnp.zeros_like(results.total)
-        if junction.features:
-            return Arrays(y=linears.tangents_of_constants(tangents, saved, junction, results), total=dtotal)
-        return Arrays(y=_tangent_of_constants(tangents, results.y), total=dtotal)
+def _tangents(junction: Junction, operands: Arrays, saved: Arrays, tangents: Arrays, results: Arrays) -> Arrays:
+    if saved.total is None:  # no tangent is made of it, but of its shape
+        saved = saved._replace(total=operands.x)
     dtypes = jax.tree.map(lambda a: a.dtype.name, results)
     return _tangent((tangents, saved), junction, dtypes, implementation=junction.implementation)
-
-
-def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
-    """Term (19) of the offset and of what y is added to, which reads nothing."""
-    terms = [a for a in (tangents.offset, tangents.added) if a is not None]
-    wide = functools.reduce(jnp.promote_types, (a.dtype for a in terms), formulas.compute_dtype(y.dtype))
-    dy = functools.reduce(jnp.add, (a.astype(wide) for a in terms))
-    return batched_like(jnp.broadcast_to(dy, y.shape), y).astype(y.dtype)
 
 
 def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | None = None) -> Arrays:
@@ -279,7 +255,7 @@ def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | N
         z = a.x_z if a.z is None else a.z
         made = _junction(
             a.x, of_norm, a.scale, a.offset, adds=junction.gives_total, residual=a.residual, x_bias=a.x_bias,
-            both_sides=norm.both_sides, x_scale=a.x_scale, gate=a.row_gate if a.gate is None else a.gate, z=z,
+            both_sides=norm.both_sides, x_scale=a.x_scale, gate=a.gate, z=z,
             norm_before_gate=a.x_z is None, added=a.added, dtype=junction.y_dtype,
             linears=None if a.kernel is None else (a.kernel, a.bias, junction.precision),
         )  # fmt: skip

@@ -27,13 +27,8 @@ With a residual r behind the norm, its cotangent being dy:
 
     (30) y = x_hat * s + b + r
 
-Forward mode. From the same two dependencies, with primed values for tangents (t_mh is that of x_mh),
-
-    (18) x_hat' = rstd * (t - (1/H) sum_h t - x_hat * (1/H) sum_h t * x_hat)   (no first sum for RMSNorm)
-    (19) y'     = x_hat' * s + x_hat * s' + b' + r'     (the last where r is behind the norm)
-
 With a residual r the row is a sum, rounded to its dtype before it is normalised, and an output too. Its parts are the
-branch x, its bias e (0 when absent) and the gate w (1 when absent), of H elements or one value a row:
+branch x, its bias e (0 when absent) and the gate w (1 when absent), both of H elements:
 
     (23) total = r + w * (x + e)
 
@@ -42,9 +37,7 @@ Its own cotangent is added to (9), and the sum d is that of the residual. (23) i
     (24) dresidual = d
     (25) dx        = w * d
     (26) dx_bias_h = sum_m dx_mh
-    (27) dgate     = d * (x + e), summed over what shares a value of the gate: the rows, or a row's elements
-
-    (28) total' = r' + w * (x' + e') + w' * (x + e)        the t of (18)
+    (27) dgate_h   = sum_m d_mh * (x + e)_mh
 
 With a gate z, u = silu(z) multiplies what is normalised or the norm's result; there is no offset then:
 
@@ -56,8 +49,6 @@ By (42) the cotangent of the norm's result, which (6) to (9) call dy, is dy * u;
 
     (43) dz = dy * (x_hat * s) * u'                                                           (the norm before the gate)
     (44) dx = d * u,   dz = d * x * u'                                                        (the gate before the norm)
-    (45) t  = x' * u + x * u' * z'    the t of (18)                                           (the gate before the norm)
-    (46) y' = (19) * u + (x_hat * s) * u' * z'                                                (the norm before the gate)
 
 With an RMSNorm of x in front of the sum, (1) to (4) are of the total. Of x the same terms are p, u and the branch,
 whose scale is t:
@@ -187,10 +178,7 @@ def branch(arrays: Arrays, norm: Norm, dtype: DTypeLike) -> Array:
 
 def gated(a: Array, arrays: Arrays) -> Array:
     """Term (25): `a` times the gate."""
-    for factor in (arrays.gate, arrays.row_gate):
-        if factor is not None:
-            a = a * factor.astype(a.dtype)  # (25)
-    return a
+    return a if arrays.gate is None else a * arrays.gate.astype(a.dtype)  # (25)
 
 
 def effective_scale(scale: Array | None, dtype: DTypeLike, norm: Norm) -> Array | float:
@@ -315,7 +303,9 @@ def forward_of_two(
     total_dtype = jnp.promote_types(operands.x.dtype, operands.residual.dtype)
     wide = compute_dtype(total_dtype)
     of_x = compute_dtype(operands.x.dtype).name
-    if operands.gated:  # XLA makes the branch where it multiplies and adds: written out it would be in float32
+    if (
+        operands.gate is not None
+    ):  # XLA makes the branch where it multiplies and adds: written out it would be in float32
         in_front = forward(Arrays(x=operands.x), norm, Arrays(rstd=of_x), batch_dims)  # (31)
         u = operands._replace(x_rstd=in_front.rstd)
         total = gated(branch(u, both, wide), operands) + operands.residual.astype(wide)  # (32)

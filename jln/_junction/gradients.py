@@ -1,8 +1,8 @@
-"""The junction in plain jnp: its backward rule and that of forward mode, by the terms of `jln._junction.formulas`."""
+"""The junction in plain jnp: its backward rule, by the terms of `jln._junction.formulas`."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -66,7 +66,7 @@ def backward(
         operands, norm = made_again(operands, norm, dtypes, batch_dims, again)
     if norm.both_sides:
         one = functools.partial(backward, fence=fence, sums_of_g=sums_of_g, h_axes=h_axes)
-        return backward_of_two(operands, norm, dtypes, batch_dims, one, h_axes, written)
+        return backward_of_two(operands, norm, dtypes, batch_dims, one, written)
     dy, total, scale = operands.dy, operands.total, operands.scale
     mean, rstd = operands.mean, operands.rstd
     batch = common_batch(batch_dims, *operands)
@@ -142,7 +142,7 @@ def backward(
         d_once = written(d().astype(dtype_in_memory(operands.total.dtype))).astype(dtype)
     for name in of_sum:
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
-        gradients[name] = _of_sum(name, d() if d_once is None else d_once, operands, norm, sum_over_rows, h_axes)
+        gradients[name] = _of_sum(name, d() if d_once is None else d_once, operands, norm, sum_over_rows)
     if "x" in gradients and isinstance(total, Product):
         gradients["x"] = wide(Product(gradients["x"], total.z))  # (44)
     return in_dtypes(Arrays(**gradients), dtypes, batch)
@@ -191,30 +191,26 @@ def made_again(
 
 
 # x comes last, so that the buffer of its gradient can be that of a dead total.
-_OF_SUM = ("x_bias", "gate", "row_gate", "residual", "x")
+_OF_SUM = ("x_bias", "gate", "residual", "x")
 
 
-def _of_sum(name: str, d: Array, arrays: Arrays, norm: Norm, sum_over_rows: Callable, h_axes: MeshAxes) -> Array:
+def _of_sum(name: str, d: Array, arrays: Arrays, norm: Norm, sum_over_rows: Callable) -> Array:
     """One of terms (24) to (27), from the cotangent of total."""
     if name == "residual":
         return d  # (24)
-    if name in ("gate", "row_gate"):
-        of_elements = d * branch(arrays, norm, d.dtype)  # (27)
-        if name == "gate":
-            return sum_over_rows(of_elements)
-        share = jnp.sum(of_elements, norm.axis, keepdims=True)
-        return lax.psum(share, h_axes) if h_axes else share
+    if name == "gate":
+        return sum_over_rows(d * branch(arrays, norm, d.dtype))  # (27)
     dx = gated(d, arrays)
     return dx if name == "x" else sum_over_rows(dx)  # (26)
 
 
 def of_total_alone(saved: Arrays, dtotal: Array, norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
     """The gradients of what is in a sum where y was not used: from the total's own cotangent."""
-    batch = common_batch(batch_dims, dtotal, saved.x, saved.x_bias, saved.gate, saved.row_gate)
+    batch = common_batch(batch_dims, dtotal, saved.x, saved.x_bias, saved.gate)
     sum_over_rows = _over_rows(dtotal.ndim, norm, batch_dims)
     d = dtotal.astype(compute_dtype(dtotal.dtype))
     dtypes = dtypes.only(_OF_SUM)
-    gradients = {name: _of_sum(name, d, saved, norm, sum_over_rows, ()) for name in dtypes.present()}
+    gradients = {name: _of_sum(name, d, saved, norm, sum_over_rows) for name in dtypes.present()}
     return in_dtypes(Arrays(**gradients), dtypes, batch)
 
 
@@ -224,7 +220,6 @@ def backward_of_two(
     dtypes: Arrays,
     batch_dims: int,
     backward: Callable[..., Arrays],
-    h_axes: MeshAxes = (),
     written: Callable = no_fence,
 ) -> Arrays:
     """Terms (34) to (36), and what is of the total's norm, by one or two calls of `backward`, a norm's.
@@ -237,7 +232,7 @@ def backward_of_two(
     behind = operands.only(("dy", "dtotal", "total", "scale", "rstd"))
     pulled = backward(behind, dataclasses.replace(norm, both_sides=False), wanted, batch_dims)  # (34)
     pulled = pulled._replace(x=written(pulled.x))
-    gradients = of_branch_alone(pulled.x, operands, norm, dtypes, batch_dims, backward, h_axes)
+    gradients = of_branch_alone(pulled.x, operands, norm, dtypes, batch_dims, backward)
     gradients = gradients._replace(residual=pulled.x, **pulled.only(("scale", "y")).present())
     return in_dtypes(gradients, dtypes, common_batch(batch_dims, *operands))
 
@@ -249,25 +244,25 @@ def of_branch_alone(
     dtypes: Arrays,
     batch_dims: int,
     backward: Callable[..., Arrays],
-    h_axes: MeshAxes = (),
 ) -> Arrays:
     """Terms (26), (27), (35) and (36) from the cotangent of total, the norm of x by a call of `backward`."""
     of_x = dataclasses.replace(norm, both_sides=False)
     wanted = Arrays(x=dtypes.x, scale=dtypes.x_scale)
-    gates = dtypes.only(("gate", "row_gate")).present()
     gradients = {}
-    if gates:
+    if dtypes.gate is not None:
         sum_over_rows, wide = _over_rows(d.ndim, norm, batch_dims), d.astype(compute_dtype(d.dtype))
-        gradients = {name: _of_sum(name, wide, arrays, norm, sum_over_rows, h_axes) for name in gates}
+        gradients["gate"] = _of_sum("gate", wide, arrays, norm, sum_over_rows)  # (27)
     if wanted.present():
         dy = d
-        if arrays.gated:  # written in 16 bits only if they have float32's range, as a small gate would vanish
+        if (
+            arrays.gate is not None
+        ):  # written in 16 bits only if they have float32's range, as a small gate would vanish
             dy = gated(d.astype(compute_dtype(d.dtype)), arrays)
             dy = dy.astype(d.dtype) if d.dtype == jnp.bfloat16 else dy
         saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, rstd=arrays.x_rstd)
         pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)  # (35), (36)
         gradients |= {"x": pulled.x, "x_scale": pulled.scale}
-    of_branch = ("x", "x_scale", "gate", "row_gate")
+    of_branch = ("x", "x_scale", "gate")
     batch = common_batch(batch_dims, d, *arrays.only((*of_branch, "x_rstd")))
     return in_dtypes(Arrays(**gradients), dtypes.only(of_branch), batch)
 
@@ -277,81 +272,6 @@ def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Arra
     others = {*norm.axes_of_groups(ndim, batch_dims), ndim + norm.axis}
     rows = [i for i in range(ndim) if i not in others]
     return functools.partial(jnp.sum, axis=rows, keepdims=True)
-
-
-def tangent(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
-    """Terms (18), (19), (28), (45) and (46), linear in the tangents, of which those that are None are zero.
-
-    operands: the tangents, and what was saved.
-    """
-    if norm.both_sides:
-        return _tangent_of_two(operands, norm, dtypes, batch_dims)
-    tangents, saved = operands
-    total, z, x_z = saved.total, saved.z, saved.x_z
-    batch = common_batch(batch_dims, *tangents, *saved)
-    dtype = saved.rstd.dtype
-    s = effective_scale(saved.scale, dtype, norm)
-    if x_z is None:
-        x_hat = centered(total, saved.mean) * saved.rstd
-        moves = [*_tangents_of_sum(tangents, saved, norm, dtype)]
-    else:
-        x_hat = centered(Product(total, x_z), saved.mean) * saved.rstd
-        u, slope = silu(x_z, dtype)
-        pairs = ((tangents.x, u), (tangents.x_z, total.astype(dtype) * slope))
-        moves = [a.astype(dtype) * factor for a, factor in pairs if a is not None]  # (45)
-    dy, dtotal = jnp.zeros_like(x_hat), jnp.zeros_like(total)
-    if moves:
-        t = functools.reduce(jnp.add, moves)
-        dtotal = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, total.shape)).astype(total.dtype)
-        dy = t - x_hat * jnp.mean(t * x_hat, norm.axis, keepdims=True)  # (18)
-        if norm.switches.subtract_mean:
-            dy = dy - jnp.mean(t, norm.axis, keepdims=True)  # (18)
-        dy = dy * saved.rstd * s  # (18), (19)
-    if tangents.scale is not None:
-        dy = dy + x_hat * tangents.scale.astype(dtype)  # (19)
-    if tangents.offset is not None:
-        dy = dy + tangents.offset.astype(dtype)  # (19)
-    if z is not None:
-        u, slope = silu(z, dtype)
-        dy = dy * u  # (46)
-        if tangents.z is not None:
-            dy = dy + x_hat * s * slope * tangents.z.astype(dtype)  # (46)
-    if tangents.added is not None:
-        to = jnp.promote_types(dtype, tangents.added.dtype)
-        dy = dy.astype(to) + tangents.added.astype(to)  # (19)
-    return in_dtypes(Arrays(y=dy, total=dtotal), dtypes, batch)
-
-
-def _tangents_of_sum(tangents: Arrays, saved: Arrays, norm: Norm, dtype: DTypeLike) -> Iterator[Array]:
-    """The terms of (28)."""
-    for a in (tangents.x, tangents.x_bias):
-        if a is not None:
-            yield gated(a.astype(dtype), saved)  # (28)
-    for a in (tangents.gate, tangents.row_gate):
-        if a is not None:
-            yield a.astype(dtype) * branch(saved, norm, dtype)  # (28)
-    if tangents.residual is not None:
-        yield tangents.residual.astype(dtype)  # (28)
-
-
-def _tangent_of_two(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
-    """Terms (18) and (19) of both norms, and (28) between them."""
-    tangents, saved = operands
-    one = dataclasses.replace(norm, both_sides=False)
-    batch = common_batch(batch_dims, *tangents, *saved)
-    wide = compute_dtype(saved.total.dtype)
-    summands = tangents
-    if tangents.x is not None or tangents.x_scale is not None:
-        of_x = Arrays(x=tangents.x, scale=tangents.x_scale)
-        saved_of_x = Arrays(total=saved.x, scale=saved.x_scale, rstd=saved.x_rstd)
-        summands = tangents._replace(x=tangent((of_x, saved_of_x), one, Arrays(y=wide.name), batch_dims).y)
-    moves = [*_tangents_of_sum(summands, saved, norm, wide)]
-    t = functools.reduce(jnp.add, moves) if moves else jnp.zeros_like(saved.total)
-    t = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, saved.total.shape))
-    behind = Arrays(x=t if moves else None, scale=tangents.scale)
-    saved_behind = saved.only(("total", "scale", "rstd"))
-    dy = tangent((behind, saved_behind), one, Arrays(y=dtypes.y), batch_dims).y
-    return in_dtypes(Arrays(y=dy, total=t), dtypes, batch)
 
 
 backward_cpu = functools.partial(backward, fence=lax.optimization_barrier)

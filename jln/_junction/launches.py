@@ -141,9 +141,6 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     # One buffer for all shares: XLA finds room for all of it in the memory of dkernel, and would for one only.
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
     by_program = results if shares is None else results._replace(**dict.fromkeys(sums))
-    if results.row_gate is not None:
-        of_chunks = jax.ShapeDtypeStruct((chunks, *results.row_gate.shape), compute)
-        by_program = by_program._replace(row_gate=of_chunks)
     written = launch(
         target,
         backward_kernel,
@@ -162,8 +159,6 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     )
     gradients: dict[str, Any] = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written}
     gradients["y"] = written["y"]
-    if results.row_gate is not None:
-        gradients["row_gate"] = jnp.sum(gradients["row_gate"], axis=0).astype(dtypes.row_gate)
     if shares is not None:
         gradients |= sums_of_shares(written["shares"], sums, results, target)
     if y is not None and shares is not None:
@@ -215,20 +210,20 @@ def _backward_plan(
     rows = [*dy, operands.dtotal, operands.total, operands.x, operands.residual, operands.z, operands.x_z]
     rows += [results.y, results.residual, results.z, results.x_z]
     if g.norm.both_sides:
-        of_branch = (results.x, results.x_scale, results.gate, results.row_gate)
+        of_branch = (results.x, results.x_scale, results.gate)
         if all(a is None for a in of_branch):  # then the norm's kernel is all
             return None
         moved = element_sizes(*rows, results.x)
-        tile = tiles.both_sides(g.h, *moved, target.chip, operands.gated, len(dy) - 1)
+        tile = tiles.both_sides(g.h, *moved, target.chip, operands.gate is not None, len(dy) - 1)
         return None if tile is None else tiles.BackwardPlan(tile, None)
-    held = operands.gated or operands.residual is None  # x, which of a total made again is in the total
-    gates = (operands.gate, operands.row_gate, operands.x if held else None, operands.z, operands.x_z)
+    held = operands.gate is not None or operands.residual is None  # x, which of a total made again is in the total
+    gates = (operands.gate, operands.x if held else None, operands.z, operands.x_z)
     more = max(0, len(sums) - 2) + sum(a is not None for a in gates)
     if operands.x_z is not None:
         more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
     by_tile = [*operands.only((*DY, "dtotal", "total", "x", "residual", "z", "x_z")).present()]
     of_columns = [*operands.only(("x_bias", "gate")).present()]
-    if operands.total is None and operands.gated:  # made again, and so is what is gated
+    if operands.total is None and operands.gate is not None:  # made again, and so is what is gated
         by_tile, of_columns = [*by_tile, "x"], 2 * of_columns
     if results.y is not None and operands.offset is not None:
         of_columns.append("offset")

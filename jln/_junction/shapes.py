@@ -48,7 +48,7 @@ def layout(
     return Layout.of(operands, of_operands, dtypes, of_results, whole=(Kind.HIDDEN,) * in_eight_bits)
 
 
-_OF_LINEAR = (Shape.KERNEL, Shape.BIAS, Shape.PRODUCT)
+_OF_LINEAR = (Shape.KERNEL, Shape.BIAS)
 
 
 def _rank(operands: Arrays, features: tuple[int, ...] | None) -> int:

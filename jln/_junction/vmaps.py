@@ -51,5 +51,5 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
         return written_out(jnp.expand_dims(a, place), operands.x, [place] if name in written else [])
 
     operands = operands._replace(**{name: placed(name) for name in names})
-    junction = dataclasses.replace(junction, norm=norm, in_one=junction.in_one and not norm.heads)
+    junction = dataclasses.replace(junction, norm=norm, in_one=junction.in_one and not norm.has_groups)
     return junction, operands, place

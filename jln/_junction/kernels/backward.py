@@ -109,18 +109,17 @@ def backward_kernel(
     dy2_ptr,  # [G, rows, H]; what is added to dy, where a row fits in BLOCK_H
     dy3_ptr,  # [G, rows, H]; likewise
     dtotal_ptr,  # [G, rows, H]
-    total_ptr,  # [G, rows, H]; where there is none it is made of x, the residual, x_bias and the gates
+    total_ptr,  # [G, rows, H]; where there is none it is made of x, the residual, x_bias and the gate
     x_z_ptr,  # [G, rows, H]
     z_ptr,  # [G, rows, H]
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]; where there is none it is made again, as is mean: then a row fits in BLOCK_H
     offset_ptr,  # [G, H]; for y alone
-    x_ptr,  # [G, rows, H]; for total, for the gates' gradients, and through a norm of x
+    x_ptr,  # [G, rows, H]; for total, for the gate's gradient, and through a norm of x
     residual_ptr,  # [G, rows, H]; for total alone
-    x_bias_ptr,  # [G, H]; for total, and for the gates' gradients
+    x_bias_ptr,  # [G, H]; for total, and for the gate's gradient
     gate_ptr,  # [G, H]
-    row_gate_ptr,  # [G, rows]
     x_scale_ptr,  # [G, H]
     x_rstd_ptr,  # [G, rows]; where x is normalised before it is added
     c1_ptr,  # [G, rows]
@@ -131,7 +130,6 @@ def backward_kernel(
     dz_ptr,  # [G, rows, H]
     dx_z_ptr,  # [G, rows, H]
     dresidual_ptr,  # [G, rows, H]
-    drow_gate_ptr,  # [chunks, G, rows]
     dscale_ptr,  # [G, H]; of a group's only program
     doffset_ptr,  # [G, H]; likewise
     dx_bias_ptr,  # [G, H]; likewise
@@ -155,8 +153,8 @@ def backward_kernel(
 ):
     """Compute the wanted gradients of the operands, each program's shares of the SUMS, and the norm's output once more.
 
-    The gradients are dx, dz, dresidual and that of a row's gate, the SUMS dscale, doffset, dx_bias, dgate and
-    dx_scale; each is left out unless it is wanted. PULLS: whether any of them is made of total's cotangent. EPSILON and
+    The gradients are dx, dz and dresidual, the SUMS dscale, doffset, dx_bias, dgate and dx_scale; each is left out
+    unless it is wanted. PULLS: whether any of them is made of total's cotangent. EPSILON and
     TOTAL, total's type, are None where total and its statistics are given.
 
     A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2 come
@@ -185,10 +183,8 @@ def backward_kernel(
     residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, SHARED, HEADS)
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, SHARED, HEADS)
     gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED, HEADS)
-    row_gate_ptr = rows_at(row_gate_ptr, "row_gate", group, rows, 1, SHARED, HEADS)
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, SHARED, HEADS)
     x_rstd_ptr = rows_at(x_rstd_ptr, "x_rstd", group, rows, 1, SHARED, HEADS)
-    drow_gate_ptr = rows_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, 1, SHARED, HEADS)
     dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, SHARED, HEADS)
     dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, SHARED, HEADS)
     dx_z_ptr = rows_at(dx_z_ptr, "dx_z", group, rows, H, SHARED, HEADS)
@@ -223,10 +219,9 @@ def backward_kernel(
         if total_ptr is not None:
             x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
         else:
-            row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             x = load_total(
-                x_ptr + base, x_z_ptr, residual_ptr + base, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask,
-                column, exists, TOTAL, COMPUTE,
+                x_ptr + base, x_z_ptr, residual_ptr + base, x_bias_ptr, gate_ptr, at, mask, column, exists,
+                TOTAL, COMPUTE,
             )  # fmt: skip
         if rstd_ptr is None:  # as the forward kernel makes them
             if NORM.subtract_mean:
@@ -250,7 +245,7 @@ def backward_kernel(
                 SUMS, COMPUTE,
             )  # fmt: skip
 
-        # The cotangent of total, and through the gates that of x.
+        # The cotangent of total, and through the gate that of x.
         if PULLS:
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
@@ -269,16 +264,13 @@ def backward_kernel(
             if x_rstd_ptr is not None:
                 x_rstd = load_vector(x_rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
                 u = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(COMPUTE) * x_rstd[:, None]  # (32)
-                if contains(SUMS, "dgate") or drow_gate_ptr is not None:
+                if contains(SUMS, "dgate"):
                     branch = u * load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]
             elif x_ptr is not None:
                 branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
             if contains(SUMS, "dgate"):
                 dgate = tl.fma(dx, branch, dgate)  # (27)
-            if drow_gate_ptr is not None:
-                tl.store(drow_gate_ptr + row, tl.sum(dx * branch, axis=1), mask=valid)  # (27)
-            row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-            dx = gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
+            dx = gated(dx, gate_ptr, column, exists, COMPUTE)
             if contains(SUMS, "dx_bias"):
                 dx_bias += dx  # (26)
 

@@ -26,7 +26,6 @@ from jln._junction.kernels.terms import (
     load_offset,
     load_scale,
     load_total,
-    load_vector,
     normed,
     rstd_of,
     widened,
@@ -35,7 +34,7 @@ from jln._junction.kernels.terms import (
 
 @triton.jit
 def _load_total_of_normed(
-    x_ptr, x_scale_ptr, gate_ptr, row_gate_ptr, row_gate, residual_ptr, at, mask, column, exists,
+    x_ptr, x_scale_ptr, gate_ptr, residual_ptr, at, mask, column, exists,
     H: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -45,11 +44,11 @@ def _load_total_of_normed(
     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
     u = x * x_rstd[:, None]  # (32)
-    if gate_ptr is None and row_gate_ptr is None:
+    if gate_ptr is None:
         total = tl.fma(u, x_scale[None, :], residual)  # (33)
     else:
         branch = u * x_scale[None, :]
-        total = gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual  # (33)
+        total = gated(branch, gate_ptr, column, exists, COMPUTE) + residual  # (33)
     return total.to(TOTAL), x_rstd
 
 
@@ -63,7 +62,7 @@ def _add(total, excess, term):
 
 @triton.jit
 def _statistics_of_chunks(
-    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
+    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, start, valid,
     H: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr,
     TOTAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +78,7 @@ def _statistics_of_chunks(
     for first in range(0, H, BLOCK_H):
         column, exists, at, mask = tile_from(first, start, valid, H, VECTOR, BLOCK_H)
         x = load_total(
-            x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+            x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, at, mask, column, exists,
             TOTAL, COMPUTE,
         )  # fmt: skip
         more = tl.zeros([BLOCK_ROWS], COMPUTE)
@@ -130,7 +129,6 @@ def forward_kernel(
     residual_ptr,  # [G, rows, H]
     x_bias_ptr,  # [G, H]
     gate_ptr,  # [G, H]
-    row_gate_ptr,  # [G, rows]
     x_scale_ptr,  # [G, H]
     scale_ptr,  # [G, H]
     offset_ptr,  # [G, H]
@@ -173,7 +171,6 @@ def forward_kernel(
     group, program = group_of(tl.program_id(0), programs, SHARED, HEADS)
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, SHARED, HEADS)
     gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED, HEADS)
-    row_gate_ptr = rows_at(row_gate_ptr, "row_gate", group, rows, 1, SHARED, HEADS)
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, SHARED, HEADS)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED, HEADS)
     offset_ptr = columns_at(offset_ptr, "offset", group, H, SHARED, HEADS)
@@ -204,19 +201,18 @@ def forward_kernel(
             _, base, first_scale, _ = rows_of(tile, rows, H // 32, BLOCK_ROWS, HEADS)
             of_blocks_ptr = rows_at(block_scale_ptr, "block_scale", group, rows, H // 32, SHARED, HEADS, base)
 
-        row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         mean = tl.zeros([BLOCK_ROWS], COMPUTE)
         if BLOCK_H >= H:
             column, exists, at, mask = tile_from(0, start, valid, H, VECTOR, BLOCK_H)
             if BOTH_SIDES:
                 x, x_rstd = _load_total_of_normed(
-                    of_x_ptr, x_scale_ptr, gate_ptr, row_gate_ptr, row_gate, of_residual_ptr, at, mask, column, exists,
+                    of_x_ptr, x_scale_ptr, gate_ptr, of_residual_ptr, at, mask, column, exists,
                     H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_H,
                 )  # fmt: skip
                 x = x.to(COMPUTE)
             else:
                 x = load_total(
-                    of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask,
+                    of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, at, mask,
                     column, exists, TOTAL, COMPUTE,
                 )  # fmt: skip
             if NORM.subtract_mean:
@@ -232,14 +228,14 @@ def forward_kernel(
             )  # fmt: skip
         else:
             mean, rstd = _statistics_of_chunks(
-                of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
+                of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, start, valid,
                 H, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
             )  # fmt: skip
             largest = tl.zeros([BLOCK_ROWS], tl.int32)
             for first in range(0, H, BLOCK_H):
                 column, exists, at, mask = tile_from(first, start, valid, H, VECTOR, BLOCK_H)
                 x = load_total(
-                    of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask,
+                    of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, at, mask,
                     column, exists, TOTAL, COMPUTE,
                 )  # fmt: skip
                 scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)

@@ -63,12 +63,10 @@ def load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constex
 
 
 @triton.jit
-def gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.constexpr):
-    """Term (25): `a` times the gate, or times the row's gate."""
+def gated(a, gate_ptr, column, exists, COMPUTE: tl.constexpr):
+    """Term (25): `a` times the gate."""
     if gate_ptr is not None:
         a *= tl.load(gate_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]  # (25)
-    if row_gate_ptr is not None:
-        a *= row_gate[:, None]  # (25)
     return a
 
 
@@ -83,13 +81,13 @@ def load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
 
 @triton.jit
 def load_total(
-    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, at, mask, column, exists,
     TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
     x = load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
     if residual_ptr is not None:
-        x = gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
+        x = gated(x, gate_ptr, column, exists, COMPUTE)
         residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
         x = (x + residual).to(TOTAL).to(COMPUTE)  # (23)
     if x_z_ptr is not None:

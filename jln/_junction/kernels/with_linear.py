@@ -1,33 +1,27 @@
 """Fused LayerNorm+Linear for few output features, forward: the norm never reaches memory.
 
 A tile of rows is normalised in registers and multiplied on the tensor cores. N is at most BLOCK_N, so one program sees
-all features of its rows. Operands of products have the promoted dtype of `x` and `kernel`, that of y; float32 ones are
-multiplied as XLA's are by default, in TF32. Sums are float32.
+all features of its rows. Operands of the product have the promoted dtype of `x` and `kernel`, that of y; float32 ones
+are multiplied as XLA's are by default, in TF32. Sums are float32.
 
-Rows lie as in `jln._junction.kernels.forward`, and may be of several groups, each with its own of what is [G, H]. Here
-M counts those of all groups, `rows` those of one.
-
-The numbers in brackets are the equations of `jln._junction.formulas`, with dz [M, H] = dy @ kernel^T in place of
-dy, and of `jln._junction.linears.formulas`. An array that is not there, and a result that
-nobody wants, is None for the compiler.
+The numbers in brackets are the equations of `jln._junction.formulas`, with dz [M, H] = dy @ kernel^T in place of dy,
+and of `jln._junction.linears.formulas`. An array that is not there, and a result that nobody wants, is None for the
+compiler.
 """
 
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import columns_at, group_of, numbers, rows_at, rows_of, tiles_of
-from jln._junction.kernels.terms import gated, load_matrix, load_scale, load_vector, with_bias
+from jln._junction.kernels.addresses import rows_of
+from jln._junction.kernels.terms import load_matrix, load_scale, load_vector
 
 
 @triton.jit
 def forward_kernel(
     x_ptr,  # [M, H]
     residual_ptr,  # [M, H]
-    x_bias_ptr,  # [G, H]
-    gate_ptr,  # [G, H]
-    row_gate_ptr,  # [M]
-    scale_ptr,  # [G, H]
-    offset_ptr,  # [G, H]
+    scale_ptr,  # [H]
+    offset_ptr,  # [H]
     kernel_ptr,  # [H, N]
     bias_ptr,  # [N]
     rows,
@@ -35,10 +29,8 @@ def forward_kernel(
     total_ptr,  # [M, H]
     mean_ptr,  # [M]
     rstd_ptr,  # [M]
-    product_ptr,  # [M, N]
     H: tl.constexpr,
     N: tl.constexpr,
-    SHARED: tl.constexpr,
     NORM: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
@@ -50,7 +42,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute y, total, mean, rstd and product, one tile of a group's rows a program, from one read of x and residual.
+    """Compute y, total, mean and rstd, one tile of rows a program, from one read of x and residual.
 
     Chunk by chunk, x is normalised by the statistics of what has been seen of its row, this chunk included, and where
     they move the product so far is moved with them: for x_c and kernel_c the columns seen,
@@ -63,46 +55,29 @@ def forward_kernel(
     float32, as a large one would take its digits. `unit` is rstd but for its limits, which keep it finite and not zero
     before a chunk of another size; it bounds an operand by sqrt(H) * |scale|, as in the reference.
 
-    The product that is kept has the digits, too, which z loses where it is rounded to 16 bits: they are multiplied by
-    themselves, into `rest`, and added last. So y is the same whether it is kept or not.
-
     BY_REGISTERS: wgmma takes float32 operands along H only, so that a copy of the kernel straight from memory into that
       order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out
       as it turns -0 into 0, has it copied as it lies, 16 bytes at a time, and turned round in registers.
     """
-    group, tile = group_of(tl.program_id(0), tiles_of(rows, BLOCK_ROWS), SHARED)
-    row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS)
-    x_ptr = rows_at(x_ptr, "x", group, rows, H, SHARED, base=base)
-    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, SHARED, base=base)
-    total_ptr = rows_at(total_ptr, "total", group, rows, H, SHARED, base=base)
-    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, SHARED)
-    gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED)
-    offset_ptr = columns_at(offset_ptr, "offset", group, H, SHARED)
-    row_gate_ptr = rows_at(row_gate_ptr, "row_gate", group, rows, 1, SHARED)
-    row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+    row, base, start, valid = rows_of(tl.program_id(0), rows, H, BLOCK_ROWS)
     feature = tl.arange(0, BLOCK_N)
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     squares = tl.zeros([BLOCK_ROWS], COMPUTE)
     unit = tl.full([BLOCK_ROWS], 1.0, COMPUTE)
     product = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-    if product_ptr is not None:
-        rest = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
     weight = tl.zeros([BLOCK_N], COMPUTE)
     constant = load_vector(bias_ptr, feature, feature < N, BLOCK_N, COMPUTE)
     for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK_H)
         exists = column < H
         seen = tl.minimum(first + BLOCK_H, H).to(COMPUTE)
-        x = load_matrix(x_ptr, start, valid, first, H, BLOCK_H).to(COMPUTE)
+        x = load_matrix(x_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
         if residual_ptr is not None:
-            x = with_bias(x, x_bias_ptr, column, exists, COMPUTE)
-            x = gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
-            x += load_matrix(residual_ptr, start, valid, first, H, BLOCK_H).to(COMPUTE)
+            x += load_matrix(residual_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
             total = x.to(TOTAL)  # (23)
             if total_ptr is not None:
                 mask = valid[:, None] & exists[None, :]
-                tl.store(total_ptr + start[:, None] + column[None, :], total, mask=mask)
+                tl.store(total_ptr + base + start[:, None] + column[None, :], total, mask=mask)
             x = total.to(COMPUTE)
         kernel = load_matrix(kernel_ptr, column * N, exists, 0, N, BLOCK_N)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
@@ -121,33 +96,19 @@ def forward_kernel(
         before = unit
         unit = tl.rsqrt(tl.clamp(squares / seen + EPSILON, 1e-30, 1e30))
         product *= (unit / before)[:, None]
-        if product_ptr is not None:  # in front of the first product: else nothing waits for the second in time
-            rest *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (10), of the columns so far
         operand: tl.constexpr = y_ptr.dtype.element_ty
         kernel = kernel.to(operand)
         if BY_REGISTERS:
             kernel += 0.0
         product = tl.dot(z.to(operand), kernel, product, input_precision=PRECISION)  # (11)
-        if product_ptr is not None:
-            lost = z - z.to(operand).to(COMPUTE)
-            rest = tl.dot(lost.to(operand), kernel, rest, input_precision=PRECISION)
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
     y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])  # (11)
+    _, base, start, _ = rows_of(tl.program_id(0), rows, N, BLOCK_ROWS)
     mask = valid[:, None] & (feature < N)[None, :]
-    _, base, start, _ = rows_of(tile, rows, N, BLOCK_ROWS)
-    y_ptr = rows_at(y_ptr, "y", group, rows, N, SHARED, base=base)
-    tl.store(y_ptr + start[:, None] + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    if product_ptr is not None:
-        product = (product + rest) * (rstd / unit)[:, None]  # (37)
-        product_ptr = rows_at(product_ptr, "product", group, rows, N, SHARED, base=base)
-        feature = numbers(BLOCK_N, 4)
-        mask = valid[:, None] & (feature < N)[None, :]
-        tl.store(product_ptr + start[:, None] + feature[None, :], product, mask=mask)
-    rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED)
+    tl.store(y_ptr + base + start[:, None] + feature[None, :], y.to(operand), mask=mask)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=valid)
-    mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=valid)

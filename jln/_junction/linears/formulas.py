@@ -23,34 +23,17 @@ dz is what (5) to (9) call dy, so with it
     (16) dscale_h  = sum_m dz_mh * x_hat_mh                 (6)
     (17) g  = dz * s,  dx = rstd * (g - c1 - x_hat * c2)    (7) to (9)
 
-Forward mode, with primed values for tangents; z' is what (19) calls y':
-
-    (20) y' = z' @ K + z @ K' + bias'
-
 Nothing of the size of x is kept between forward and backward but x: (13) makes z again.
 
-Other forms of these terms, of which the fused kernels use those with a number. What is said of their errors comes from
-simulating bfloat16 and float16 operands with float32 sums.
+Other forms of these terms, which the fused kernels use. What is said of their errors comes from simulating bfloat16 and
+float16 operands with float32 sums.
 
     (21) G_hn       = sum_m x_hat_mh * dy_mn
     (22) dkernel_hn = s_h * G_hn + b_h * dbias_n              (13), by (10)
-    (37) P_mn       = sum_h x_hat_mh * s_h * K_hn             y without its constants
-    (38) c1_m       = (1/H) sum_n dy_mn * sum_h s_h * K_hn    (7), the sums exchanged
-    (39) c2_m       = (1/H) sum_n dy_mn * P_mn                (8), the sums exchanged
 
 - (22) is as good as (13), if G is in float32. It saves nothing here, where z costs what x_hat costs.
 - (15) by the second form reads K and a vector, not dz, and is as good as the direct sum or better.
 - (16) as sum_n K * G is 380 times worse where one column of x is near 1000, as in real transformers: not used.
-- (38) and (39) read no x. They save nothing here, where dx reads the dz that XLA's dot wrote: the direct sums are used.
-  The fused kernels would read x for them alone, and keep P instead, where it is small beside x.
-- (38) is as good as (7), and (39) as (8) if P has all digits of x_hat * s. Where one column of x is near 1000, c2
-  leaves a hundredth of that column's g, and with x_hat * s rounded to bfloat16 in P that column of dx is 5 times as far
-  off as plain jnp's at H = 1024, 24 times at 256: so what the rounding loses is multiplied, too. From y, as
-  (1/H) sum_n dy_mn * (y - bias - b^T K)_mn, c2 is 81 times worse at a bias of 1000, for what is left of y has lost its
-  digits. Of float32 operands, which a tensor core rounds, the direct sums have the roundings that g has, (39) others:
-  that column is 15 times as far off, and 9 times with what was lost. There P is not kept. Nor of float16 operands: of
-  scales under 1e-4 what the rounding loses is lost in float16, too (a dx is 6e-2 off), and of large ones x_hat * s
-  overflows, and P is NaN where dx is finite.
 - dz in 16 bits underflows for small dy in float16: it stays in the compute dtype.
 
 Shapes are those of `jln._junction.arrays`. No operand is written out over vmap's axes: einsum drops axes of
@@ -73,7 +56,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jln._core.derivatives import batched_like
 from jln._junction import formulas as norms_in_jnp
 from jln._junction import gradients as gradients_in_jnp
 from jln._junction.arrays import DY, Arrays, Junction
@@ -138,14 +120,13 @@ def forward(
     norms: Norms = IN_JNP,
     h_axes: norms_in_jnp.MeshAxes = (),
     gathered: Gathered = (),
-    product_by: Callable[..., tuple[Array | None, ...]] | None = None,
 ) -> Arrays:
-    """Terms (10) and (11), and (37) where it is kept, by default computed."""
+    """Terms (10) and (11)."""
     batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
     results = norms.forward(  # (10)
         operands._replace(kernel=None, bias=None),
         junction.norm,
-        dtypes._replace(y=widest(dtypes.y), product=None),
+        dtypes._replace(y=widest(dtypes.y)),
         batch_dims,
         **({"h_axes": h_axes} if h_axes else {}),
     )
@@ -155,45 +136,7 @@ def forward(
     for kernel, bias, features, dtype in of_each:
         axes = Axes.of(operands.x.ndim, batch_dims, features)
         y.append(None if dtype is None else affine(z.astype(dtype), kernel, bias, axes, junction.precision, h_axes))
-    results = results._replace(y=tuple(y))
-    if jax.tree.leaves(dtypes.product):
-        product = (product_by or _kept)(operands, junction, dtypes, batch_dims, norms, h_axes, gathered)
-        results = results._replace(product=product)
-    return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results)
-
-
-def _kept(
-    operands: Arrays,
-    junction: Junction,
-    dtypes: Arrays,
-    batch_dims: int,
-    norms: Norms,
-    h_axes: norms_in_jnp.MeshAxes,
-    gathered: Gathered,
-) -> tuple[Array | None, ...]:
-    """Term (37) of each product. No rule in jnp reads it: it is dead code where XLA sees both."""
-    wide = widest(dtypes.product)
-    how = {"h_axes": h_axes} if h_axes else {}
-    of_norm = operands._replace(kernel=None, bias=None, offset=None)
-    z = _all_rows(norms.forward(of_norm, junction.norm, Arrays(y=wide), batch_dims, **how).y, gathered)
-    product: list[Array | None] = []
-    for kernel, features, dtype in zip(operands.kernel, junction.features, dtypes.product, strict=True):
-        axes = Axes.of(operands.x.ndim, batch_dims, features)
-        a = None
-        if dtype is not None:
-            a = einsum(z, axes.z, kernel.astype(wide), axes.kernel, axes.y, precision="highest")  # (37)
-            a = lax.psum(a, h_axes) if h_axes else a
-        product.append(a)
-    return tuple(product)
-
-
-def _unread(*arguments: Any) -> tuple[Array | None, ...]:
-    """Arrays that stand for `_kept` on a platform that has no kernels to read it.
-
-    The number is so large that gradients made of it by mistake, on another platform, look like none.
-    """
-    shapes = jax.eval_shape(lambda: _kept(*arguments))
-    return jax.tree.map(lambda a: jnp.full(a.shape, jnp.finfo(a.dtype).max, a.dtype), shapes)
+    return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results._replace(y=tuple(y)))
 
 
 def _all_rows(z: Array | None, gathered: Gathered) -> Any:
@@ -248,7 +191,7 @@ def backward(
             for axis, over in gathered:
                 dz = [lax.psum_scatter(dz[0], over, scatter_dimension=axis, tiled=True)]
         pulled = norms.backward(  # (16), (17), and (10) again
-            operands._replace(**dict(itertools.zip_longest(DY, dz)), kernel=None, y_scale=None, product=None),
+            operands._replace(**dict(itertools.zip_longest(DY, dz)), kernel=None, y_scale=None),
             norm,
             of_norm._replace(y=z_dtype, offset=of_norm.offset if needs_dz else None),
             batch_dims,
@@ -315,62 +258,7 @@ def _doffset_from(dbias: Array, kernel: Array, axes: Axes) -> Array:
     return jnp.expand_dims(doffset, axes.without(axes.bias))
 
 
-def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
-    """Term (20), linear in the tangents, of which those that are None are zero."""
-    tangents, saved = operands
-    total, norm = saved.total, junction.norm
-    batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
-    of_norm = tangents._replace(kernel=None, bias=None), saved._replace(kernel=None, product=None)
-    wanted = dtypes._replace(y=saved.rstd.dtype.name)
-    moved = gradients_in_jnp.tangent(of_norm, norm, wanted, batch_dims)
-    moves = jax.tree.leaves(of_norm[0])
-    z = None
-    if jax.tree.leaves(tangents.kernel):
-        z = norms_in_jnp.scaled(total, saved.scale, saved.offset, saved.mean, saved.rstd, norm)
-    dy = []
-    of_each = zip(saved.kernel, tangents.kernel, tangents.bias, junction.features, dtypes.y, strict=True)
-    for kernel, dkernel, dbias, features, dtype in of_each:
-        axes = Axes.of(total.ndim, batch_dims, features)
-
-        def of_rows(z: Array, kernel: Array, axes: Axes = axes, dtype: str = dtype) -> Array:
-            how = {"precision": junction.precision, "preferred_element_type": norms_in_jnp.compute_dtype(dtype)}
-            return einsum(z.astype(dtype), axes.z, kernel.astype(dtype), axes.kernel, axes.y, **how)
-
-        features_of_one = kernel.shape[kernel.ndim - features :]
-        d = jnp.zeros((*total.shape[:-1], *features_of_one), norms_in_jnp.compute_dtype(dtype))
-        if moves:
-            d = d + of_rows(moved.y, kernel)  # (20)
-        if dkernel is not None:
-            assert z is not None
-            d = d + of_rows(z, dkernel)  # (20)
-        if dbias is not None:
-            d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.without(axes.bias))  # (20)
-        dy.append(d.astype(dtype))
-    results = Arrays(y=tuple(dy), total=moved.total)
-    return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results)
-
-
-def tangents_of_constants(tangents: Arrays, saved: Arrays, junction: Junction, results: Arrays) -> tuple[Array, ...]:
-    """Term (20) of the offset and the biases alone, which reads the kernels."""
-    dy = []
-    # One wide copy for all products: JAX adds up their shares of its cotangent in it, and rounds the sum once.
-    offset = tangents.offset
-    if offset is not None:
-        widest_of_y = functools.reduce(jnp.promote_types, (norms_in_jnp.compute_dtype(y.dtype) for y in results.y))
-        offset = offset.astype(widest_of_y)
-    for y, kernel, dbias, features in zip(results.y, saved.kernel, tangents.bias, junction.features, strict=True):
-        compute, lead = norms_in_jnp.compute_dtype(y.dtype), range(y.ndim - features)
-        row = jnp.zeros((*[1] * len(lead), *y.shape[len(lead) :]), compute)
-        if offset is not None:
-            axes, (a, b) = Axes.of(offset.ndim, 0, features), (offset.astype(compute), kernel.astype(compute))
-            row = row + einsum(a, axes.z, b, axes.kernel, axes.y, precision="highest")
-        if dbias is not None:
-            row = row + jnp.expand_dims(dbias.astype(compute), lead)
-        dy.append(batched_like(jnp.broadcast_to(row, y.shape), y).astype(y.dtype))
-    return tuple(dy)
-
-
-forward_cpu = functools.partial(forward, norms=IN_JNP_ON_CPU, product_by=_unread)
+forward_cpu = functools.partial(forward, norms=IN_JNP_ON_CPU)
 backward_cpu = functools.partial(backward, norms=IN_JNP_ON_CPU)
-forward_tpu = functools.partial(forward, norms=IN_JNP_ON_TPU, product_by=_unread)
+forward_tpu = functools.partial(forward, norms=IN_JNP_ON_TPU)
 backward_tpu = functools.partial(backward, norms=IN_JNP_ON_TPU)

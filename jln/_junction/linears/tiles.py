@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from jln import _checks
 from jln._junction.arrays import Arrays, Junction
-from jln._junction.geometry import Geometry
-from jln._triton.chip import CHIPS, Chip, triton_version
-from jln._triton.target import INTERPRETED, Target
+from jln._triton.chip import Chip, triton_version
+from jln._triton.target import INTERPRETED
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
 
 # The most features that one program can hold (64 rows of sums, float32) beside a tile of x and one of the kernel, by
@@ -28,58 +27,23 @@ _ALGORITHMS = {
     "float32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
 }
 # All that the fused kernels read.
-_FUSED_OPERANDS = {"x", "residual", "x_bias", "gate", "row_gate", "scale", "offset", "kernel", "bias"}
+_FUSED_OPERANDS = {"x", "residual", "scale", "offset", "kernel", "bias"}
 
 
 def few_features(operands: Arrays, junction: Junction) -> bool:
-    """True where one kernel may do norm and products at once, on a GPU: then they are one operation.
+    """True where one kernel may do norm and product at once, on a GPU: then they are one operation.
 
-    Otherwise they are the norm's operation and products in plain sight of JAX and XLA.
+    Otherwise, as with several Linears, they are the norm's operation and products in plain sight of JAX and XLA.
     """
     if junction.implementation == "xla" or junction.eight_bits or operands.present().keys() - _FUSED_OPERANDS:
         return False
-    if junction.norm.heads or junction.norm.both_sides:
+    if junction.norm.has_groups or junction.norm.remat or len(operands.kernel) > 1:
         return False
-    dtypes = {_checks.promoted(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel}
-    dtype = dtypes.pop()
-    n = sum(math.prod(kernel.shape[1:]) for kernel in operands.kernel)
-    if dtypes or dtype not in FUSED_FEATURES or n > FUSED_FEATURES[dtype][0]:
+    (kernel,) = operands.kernel
+    dtype = _checks.promoted(operands.x.dtype, kernel.dtype).name
+    if dtype not in FUSED_FEATURES or math.prod(kernel.shape[1:]) > FUSED_FEATURES[dtype][0]:
         return False
     return _multiplied_as_asked(junction.precision, dtype)
-
-
-# The most features whose product is kept: a forward program holds the sums of what is lost beside those of y.
-_KEPT_FEATURES = 64
-
-
-def keeps_product(operands: Arrays, junction: Junction) -> bool:
-    """True where the product (37) is kept for (38) and (39), so that the backward pass reads x once and not twice.
-
-    It takes an eighth of x's memory at most, as rows have 16 times as many elements as features. It is made on the way,
-    as there are so many rows that an H200 has one kernel for the forward, and forward and backward are fused alike: by
-    tiles that groups fill, as they then fill the backward's, too, which have no more rows; and with registers on every
-    chip, as only the forward counts an x_bias that is frozen (a gate counts in both). Its operands are in bfloat16, as
-    the formulas say. Nothing is kept under `remat`, nor of a number of rows that an export leaves open.
-    """
-    norm = junction.norm
-    if not junction.in_one or norm.remat:
-        return False
-    *lead, h = shape = operands.x.shape
-    n = sum(math.prod(kernel.shape[1:]) for kernel in operands.kernel)
-    if not all(isinstance(size, int) and size for size in shape) or n > _KEPT_FEATURES or 16 * n > h:
-        return False
-    dtype = _checks.promoted(operands.x.dtype, operands.kernel[0].dtype).name
-    tile = None if dtype != "bfloat16" else forward_tile(math.prod(lead), h, n, dtype, CHIPS["h200"])
-    if tile is None:
-        return False
-    g = Geometry(norm, shape, shape[: norm.examples], 0, grouped=True)
-    chip, gated = CHIPS["h200" if operands.gated else "b200"], operands.gated or operands.x_bias is not None
-    return fills(tile, g) and _have_registers(h, n, dtype, chip, g.groups, gated)
-
-
-def fills(tile: Tile, g: Geometry) -> bool:
-    """True where groups fill half of their tiles of rows: else the fused kernels multiply mostly rows that are not."""
-    return 2 * g.rows >= g.tiles(tile) * tile.rows or g.groups == 1
 
 
 def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
@@ -149,10 +113,10 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     return Tile(64, 64, 8, stages)
 
 
-def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip, keeps: bool = False) -> Tile | None:
+def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip, adds: bool = False) -> Tile | None:
     """The tile of LayerNorm+Linear forward as one kernel; None where it is composed of the norm's and XLA's product.
 
-    keeps: whether the product is kept, which that kernel makes: then it runs however long it takes.
+    adds: whether there is a residual.
 
     A program walks over all H of its rows and of the kernel, which L2 gives it at its own pace, however few other
     programs there are. Composed, all SMs together read and write [M, H] three times instead of once, in one launch
@@ -169,124 +133,7 @@ def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip, keep
     fused = walks * itemsize * h * (tile.rows + features(n)) / L2_RATE
     memory_rate = AMD_MEMORY_RATE if chip.is_amd else MEMORY_RATE
     composed = LAUNCH_TIME + 3 * itemsize * rows * h / (memory_rate * chip.cores)
-    return tile if keeps or fused <= composed else None
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardPlan:
-    """The tiles and the grids of the fused LayerNorm+Linear backward.
-
-    row_sums: `row_programs` programs take its tiles of rows in turns, `parts` of them sharing the columns of one.
-    backward: `splits` programs take its tiles of rows in turns, for each tile of columns, `programs` of them those of
-      one group.
-    parameters: `rows` of the splits are added up at a time.
-    """
-
-    row_sums: Tile
-    row_programs: int
-    parts: int
-    backward: Tile
-    splits: int
-    programs: int
-    parameters: Tile
-
-
-def backward_plan(rows: int, h: int, n: int, product_dtype: str, chip: Chip, groups: int = 1) -> BackwardPlan | None:
-    """The plan of LayerNorm+Linear backward as three kernels; None where it is composed of XLA's products and a norm's.
-
-    It is fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in
-    six launches, and few rows leave no long walk, since programs share them by columns.
-    """
-    tiles = backward_tiles(h, n, product_dtype, chip)
-    return None if tiles is None else backward_grid(rows, h, n, chip, *tiles, groups)
-
-
-def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile, Tile] | None:
-    """The tiles of the row sums and of `backward_kernel`."""
-    tile = _fused_tile(h, n, product_dtype, chip)
-    if tile is None:
-        return None
-    # mma holds operands in registers, where wgmma reads them from shared memory, so that more rows spill on sm_80.
-    # wgmma needs 64 rows: with fewer a product silently becomes mma.
-    mma_rows = 32 if features(n) <= 128 and aligned(h, 2) else 16
-    row_sums = tile
-    if product_dtype == "float32" and not chip.has_wgmma and not chip.is_amd:
-        # 64 columns take all 128 registers at N = 64 and at 104, where an operand has 16 bits. 32 in three stages keep
-        # as much of x in flight; of more features an L4 has no room for the third.
-        row_sums = dataclasses.replace(tile, columns=32, stages=3 if features(n) <= 64 else 2)
-    return row_sums, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
-
-
-def backward_grid(
-    rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile, groups: int = 1
-) -> BackwardPlan:
-    row_programs = min(ceil_div(rows, row_sums.rows), chip.cores)
-    # The parts are a power of 2, so that there are fewer variants to compile, and not more than 8, as every program of
-    # `backward_kernel` has to read the sums of all parts.
-    parts = next_power_of_2(min(8, chip.cores // row_programs, ceil_div(h, row_sums.columns)) + 1) // 2
-    row_tiles = ceil_div(rows // groups, backward.rows)
-    splits, programs = _splits(row_tiles, groups, ceil_div(h, backward.columns), chip.cores)
-    # `parameters_kernel` has a program or more for most SMs, and takes 4096 elements at a time, so that it does not
-    # meet the shares one after another.
-    columns = min(32, next_power_of_2(ceil_div(h, chip.cores)))
-    shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
-    return BackwardPlan(row_sums, row_programs, parts, backward, splits, programs, Tile(shares, columns, 8))
-
-
-def _splits(row_tiles: int, groups: int, chunks: int, cores: int) -> tuple[int, int]:
-    """The number of programs that share the rows of each of `chunks` tiles of columns, for the least time.
-
-    An SM runs a program a round, each with its trips over tiles of rows and its share of G, which is written and read
-    again like 4 more. Each group has `row_tiles`; returned is, too, how many programs share those of one group.
-    """
-
-    def shared(splits: int) -> tuple[int, int]:
-        programs = max(1, splits // groups)
-        return min(groups, splits // programs) * programs, programs
-
-    def time(of: tuple[int, int]) -> int:
-        splits, programs = of
-        trips = ceil_div(groups, splits // programs) * ceil_div(row_tiles, programs)
-        return ceil_div(splits * chunks, cores) * (trips + 4)
-
-    return min(map(shared, range(1, min(groups * row_tiles, cores) + 1)), key=time)
-
-
-def _have_registers(h: int, n: int, product_dtype: str, chip: Chip, groups: int, gated: bool) -> bool:
-    """True where the backward kernel has registers for a sum with a bias or a gate, or for rows of several groups.
-
-    Else it spills 24 to 280 bytes: where rows do not start on 16 bytes, and of groups at N = 256, or in float32 behind
-    a gate at N = 128; on a B200 40 to 300, of groups at N = 128, and behind a gate at any N. An MI300X takes more than
-    256 registers at N = 128, and of groups behind a gate at N = 64.
-    """
-    if groups == 1 and not gated:
-        return True
-    most = FUSED_FEATURES[product_dtype][0]
-    if chip.is_amd or (groups > 1 and chip.capability >= 100):
-        most = 0 if groups > 1 and gated else 64
-    elif groups > 1:
-        most = 64 if gated and product_dtype == "float32" else 128
-    return aligned(h, 2) and n <= most
-
-
-def forward(
-    rows: int,
-    h: int,
-    n: int,
-    product_dtype: str,
-    target: Target,
-    *,
-    adds: bool = False,
-    groups: int = 1,
-    gated: bool = False,
-    keeps: bool = False,
-) -> Tile | None:
-    """The tile of the fused forward: by `forward_tile`, where the kernels have registers.
-
-    adds: whether there is a residual. gated: whether x has a bias or a gate there. keeps: as of `forward_tile`.
-    """
-    tile = forward_tile(rows, h, n, product_dtype, target.chip, keeps)
-    if tile is None or not _have_registers(h, n, product_dtype, target.chip, groups, gated):
+    if fused > composed:
         return None
     if adds and h % tile.columns:
         # The masks of two more arrays take registers. 64 columns spill 24 bytes on an H200 at H = 1000 and N = 136, and
@@ -295,9 +142,61 @@ def forward(
     return tile
 
 
-def backward(
-    rows: int, h: int, n: int, product_dtype: str, target: Target, *, groups: int = 1, gated: bool = False
-) -> BackwardPlan | None:
-    """The plan of the fused backward: by `backward_plan`, where the kernels have registers."""
-    plan = backward_plan(rows, h, n, product_dtype, target.chip, groups)
-    return plan if plan is not None and _have_registers(h, n, product_dtype, target.chip, groups, gated) else None
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """The tiles and the grids of the fused LayerNorm+Linear backward.
+
+    row_sums: `row_programs` programs take its tiles of rows in turns, `parts` of them sharing the columns of one.
+    backward: `splits` programs take its tiles of rows in turns, for each tile of columns.
+    parameters: `rows` of the splits are added up at a time.
+    """
+
+    row_sums: Tile
+    row_programs: int
+    parts: int
+    backward: Tile
+    splits: int
+    parameters: Tile
+
+
+def backward_plan(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> BackwardPlan | None:
+    """The plan of LayerNorm+Linear backward as three kernels; None where it is composed of XLA's products and a norm's.
+
+    It is fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in
+    six launches, and few rows leave no long walk, since programs share them by columns.
+    """
+    tile = _fused_tile(h, n, product_dtype, chip)
+    if tile is None:
+        return None
+    # mma holds operands in registers, where wgmma reads them from shared memory, so that more rows spill on sm_80.
+    # wgmma needs 64 rows: with fewer a product silently becomes mma.
+    mma_rows = 32 if features(n) <= 128 and aligned(h, 2) else 16
+    backward = dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
+    row_sums = tile
+    if product_dtype == "float32" and not chip.has_wgmma and not chip.is_amd:
+        # 64 columns take all 128 registers at N = 64 and at 104, where an operand has 16 bits. 32 in three stages keep
+        # as much of x in flight; of more features an L4 has no room for the third.
+        row_sums = dataclasses.replace(tile, columns=32, stages=3 if features(n) <= 64 else 2)
+    row_programs = min(ceil_div(rows, row_sums.rows), chip.cores)
+    # The parts are a power of 2, so that there are fewer variants to compile, and not more than 8, as every program of
+    # `backward_kernel` has to read the sums of all parts.
+    parts = next_power_of_2(min(8, chip.cores // row_programs, ceil_div(h, row_sums.columns)) + 1) // 2
+    splits = _splits(ceil_div(rows, backward.rows), ceil_div(h, backward.columns), chip.cores)
+    # `parameters_kernel` has a program or more for most SMs, and takes 4096 elements at a time, so that it does not
+    # meet the shares one after another.
+    columns = min(32, next_power_of_2(ceil_div(h, chip.cores)))
+    shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
+    return BackwardPlan(row_sums, row_programs, parts, backward, splits, Tile(shares, columns, 8))
+
+
+def _splits(row_tiles: int, chunks: int, cores: int) -> int:
+    """The number of programs that share the rows of each of `chunks` tiles of columns, for the least time.
+
+    An SM runs a program a round, each with its trips over tiles of rows and its share of G, which is written and read
+    again like 4 more.
+    """
+
+    def time(splits: int) -> int:
+        return ceil_div(splits * chunks, cores) * (ceil_div(row_tiles, splits) + 4)
+
+    return min(range(1, min(row_tiles, cores) + 1), key=time)
