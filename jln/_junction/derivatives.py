@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln._core.derivatives import PRODUCT, Rules, Unneeded, named_statistics
+from jln._core.derivatives import PRODUCT, Rules, Unneeded, named_statistics, zeros_like
 from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, varying_together
 from jln._junction import arrays, gradients
@@ -238,7 +238,7 @@ _tangent: LinearOperation[tuple[Arrays, Arrays], Arrays] = LinearOperation(
 
 def _tangents(junction: Junction, operands: Arrays, saved: Arrays, tangents: Arrays, results: Arrays) -> Arrays:
     if saved.total is None:  # no tangent is made of it, but of its shape
-        saved = saved._replace(total=operands.x)
+        saved = saved._replace(total=zeros_like(operands.x))
     dtypes = jax.tree.map(lambda a: a.dtype.name, results)
     return _tangent((tangents, saved), junction, dtypes, implementation=junction.implementation)
 

@@ -23,19 +23,17 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
     """
     moved = {name for name, place in axes.present().items() if jax.tree.leaves(place)}
     names = [name for name in operands.present() if name not in ("kernel", "bias")]
-    rows, numbers, columns = (
-        {name for name in names if TABLE[name].shape is shape} for shape in (Shape.ROW, Shape.NUMBER, Shape.COLUMN)
-    )
+    rows, columns = ({name for name in names if TABLE[name].shape is shape} for shape in (Shape.ROW, Shape.COLUMN))
     if junction.eight_bits == "one" or rows - moved or moved & {"kernel", "bias"}:
         return None
-    norm, place, written = junction.norm, axes.x, numbers
+    norm, place, written = junction.norm, axes.x, set[str]()
     h = operands.x.ndim - 1 + norm.axis
     last = h - norm.heads
     if columns & moved and norm.examples < place == h and norm.axis == -1 and not norm.heads:
-        norm, written = dataclasses.replace(norm, heads=True), numbers | columns
+        norm, written = dataclasses.replace(norm, heads=True), columns
     elif columns & moved or place < norm.examples:
         last = norm.examples
-        norm, written = dataclasses.replace(norm, examples=norm.examples + 1), numbers | columns
+        norm, written = dataclasses.replace(norm, examples=norm.examples + 1), columns
     if place > last:
         behind_rows(junction.implementation)  # may raise
         return None

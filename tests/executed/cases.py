@@ -45,7 +45,6 @@ class Case:
     without: letters of the optional operands that are None, of "sobegp".
     over: letters of the operands that have an axis of EXAMPLES of their own, for vmap.
     wanted: letters of the operands whose gradients are taken; all if empty.
-    gate_of_rows: whether a gate has one value a row.
     of_examples: whether x's first axis is that of examples, each of which has a scale, an offset and a gate of its own;
       there is no x_bias then. of_heads: the same of the axis before the normalised one.
     """
@@ -62,7 +61,6 @@ class Case:
     without: str = ""
     over: str = ""
     wanted: str = ""
-    gate_of_rows: bool = False
     of_examples: bool = False
     of_heads: bool = False
     zero_centered_scale: bool = False
@@ -142,14 +140,10 @@ class Case:
         of_rows = {n * copy for n in (elements, elements // h * features) for copy in copies}
         return frozenset({*of_rows, h * features} - {0})
 
-    def parameter_shape(self, letter: str) -> tuple[int, ...]:
+    def parameter_shape(self) -> tuple[int, ...]:
         """The shape of a scale, an offset or a gate of x's rank."""
-        of_rows = letter == "g" and self.gate_of_rows
-        axes = [a % len(self.shape) for a in self.axes]
-        return tuple(
-            n if (i not in axes if of_rows else i in axes or i in self.own_axes) else 1
-            for i, n in enumerate(self.shape)
-        )
+        own = {*self.own_axes, *(a % len(self.shape) for a in self.axes)}
+        return tuple(n if i in own else 1 for i, n in enumerate(self.shape))
 
 
 EXAMPLES = 3
@@ -165,8 +159,8 @@ def _one(case: Case) -> dict[str, np.ndarray | None]:
     if case.residual:
         given["r"] = given["r"].astype(case.residual)
     for i, letter in enumerate("sogp"):
-        if given.get(letter) is not None and (case.own_axes or (letter == "g" and case.gate_of_rows)):
-            given[letter] = workbench.normal(30 + i, case.parameter_shape(letter), case.parameters or case.dtype)
+        if given.get(letter) is not None and case.own_axes:
+            given[letter] = workbench.normal(30 + i, case.parameter_shape(), case.parameters or case.dtype)
     given |= {letter: None for letter in case.without}
     for i in case.unbiased:
         given["b"] = given["b"].at[case.columns[i]].set(0)
@@ -234,7 +228,7 @@ def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
     return lambda given: jax.vmap(run, ({letter: 0 if letter in case.over else None for letter in given},))(given)
 
 
-# What examples may have of their own, and what of it is never of rows.
+# What examples may have of their own.
 OF_EXAMPLES = ("g", "dgate", "s", "o", "p", "dscale", "doffset", "dx_scale")
 
 
@@ -242,13 +236,11 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
     """An operand or a result of one example as workbench's `truth` takes it: normalised axes last, the others one."""
     if a is None:
         return None
-    if case.gate_of_rows and name in ("g", "dgate"):
-        return a.reshape(-1, 1)
     if case.own_axes and name in OF_EXAMPLES:
         return a.reshape(-1)
     if case.linear:
         return a if a.ndim < 2 else a.reshape(-1, a.shape[-1])
-    if a.ndim < len(case.shape) or name in OF_EXAMPLES[2:]:
+    if a.ndim < len(case.shape) or name in OF_EXAMPLES:
         return a.reshape(-1)
     axes = tuple(range(-len(case.axes), 0))
     return np.moveaxis(a, case.axes, axes).reshape(-1, int(np.prod([case.shape[i] for i in case.axes])))

@@ -27,12 +27,12 @@ WHOLE = [
     Case(BOTH, (4, 8192), "bfloat16", "small-h200", residual="float32"),
 ]
 
-# A gate between the norms, of features, rows and examples. Where the norms take two kernels XLA multiplies by it.
+# A gate between the norms, of features and of examples. Where the norms take two kernels XLA multiplies by it.
 BETWEEN = [
     Case(GATED, (70, 128), "bfloat16", "small-h200"),
-    Case(GATED, (29, 1000), "float32", "small-l4", gate_of_rows=True),
+    Case(GATED, (29, 1000), "float32", "small-l4"),
     Case(GATED, (33, 768), "bfloat16", "small-b200", residual="float32", parameters="float32"),
-    Case(GATED, (9, 100), "float64", "a100", gate_of_rows=True, zero_centered_scale=True),
+    Case(GATED, (9, 100), "float64", "a100", zero_centered_scale=True),
     Case(GATED, (3, 16384), "bfloat16", "small-h200"),
     Case(GATED, (19, 256), "bfloat16", "small-h200", wanted="g"),
     Case(GATED, (3, 70, 128), "bfloat16", "small-h200", of_examples=True),

@@ -35,8 +35,6 @@ HEADS = [
     Case("rms_norm", (3, 4, 2, 16400), "bfloat16", "small-a100", of_heads=True),
     Case("rms_norm", (9, 3, 65), "float16", "b200", of_heads=True),
     Case("add_layer_norm, x_bias and gate", (9, 3, 100), "float32", "h200", without="e", of_heads=True),
-    Case("add_layer_norm, x_bias and gate", (9, 3, 40), "float32", "h200", without="eo", of_heads=True,
-         gate_of_rows=True),
     Case("add_layer_norm", (9, 3, 40), "float32", "small-h200", of_heads=True, over="xrdt"),
     Case("layer_norm", (21, 4, 64), "bfloat16", "small-h200", of_heads=True, over="sd"),
     Case("rms_norm", (2, 5, 16400), "bfloat16", "small-h200", of_heads=True, over="x"),

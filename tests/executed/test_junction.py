@@ -23,21 +23,13 @@ SUMS = [
     Case(LAYER, (19, 100), "bfloat16", "small-a100", wanted="re"),
 ]
 
-OF_ROWS = [
-    Case(LAYER, (70, 128), "bfloat16", "small-h200", gate_of_rows=True),
-    Case(RMS, (29, 1000), "float32", "small-l4", gate_of_rows=True),
-    Case(LAYER, (3, 16400), "bfloat16", "small-h200", gate_of_rows=True),
-    Case(LAYER, (2, 40000), "float32", "small-a100", gate_of_rows=True),
-    Case(RMS, (5, 40, 64), "bfloat16", "small-b200", gate_of_rows=True, wanted="gx"),
-]
-
 # Examples whose rows take several programs each, and examples whose rows take one; and examples of several heads.
 OF_EXAMPLES = [
     Case(LAYER, (3, 70, 128), "bfloat16", "small-h200", without="e", of_examples=True),
     Case("layer_norm", (3, 29, 1000), "float32", "l4", of_examples=True),
     Case(RMS, (7, 5, 768), "float16", "a100", without="e", of_examples=True),
     Case(LAYER, (2, 3, 16400), "bfloat16", "small-h200", without="e", of_examples=True),
-    Case(LAYER, (3, 9, 100), "float32", "h200", without="eso", of_examples=True, gate_of_rows=True),
+    Case(LAYER, (3, 9, 100), "float32", "h200", without="eso", of_examples=True),
     Case("rms_norm", (3, 40, 4, 64), "bfloat16", "small-b200", of_examples=True, of_heads=True),
     Case(LAYER, (2, 9, 3, 100), "float32", "small-h200", without="e", of_examples=True, of_heads=True),
 ]
@@ -52,18 +44,12 @@ VMAP = [
     Case(LAYER, (9, 40), "float32", "small-h200", over="xrdt"),
     Case(LAYER, (9, 40), "float32", "small-h200", over="eg"),
     Case(RMS, (5, 768), "bfloat16", "b200", over="xg"),
-    Case(LAYER, (9, 40), "float32", "small-h200", over="xg", gate_of_rows=True),
-    Case(LAYER, (3, 16400), "bfloat16", "small-h200", over="rd", gate_of_rows=True),
+    Case(LAYER, (3, 16400), "bfloat16", "small-h200", over="rd"),
 ]
 
 
 @cases(SUMS, quick=(0, 3, 5, 6, 7, 10))
 def test_sums(case):
-    check(case)
-
-
-@cases(OF_ROWS, quick=(0, 2, 4))
-def test_gates_of_rows(case):
     check(case)
 
 

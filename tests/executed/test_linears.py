@@ -49,40 +49,9 @@ FUSED_SUMS = [
     Case(ADD_RMS, (70, 64), "float32", "small-a100", (16,), residual="bfloat16", without="sb"),
     Case(ADD_LAYER, (3, 23, 64), "float16", "h200", (104,), forward_mode=True, without="o"),
 ]
-# An x_bias and a gate; and parameters of each example, of one tile of rows and of two.
 GATED_LAYER, GATED_RMS = f"{ADD_LAYER}, x_bias and gate", f"{ADD_RMS}, x_bias and gate"
-FUSED_FORMS = [
-    Case(GATED_LAYER, (200, 128), "bfloat16", "small-h200", (32,)),
-    Case(LAYER, (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True),
-    Case(GATED_RMS, (3, 70, 64), "float32", "small-a100", (16,), without="e", of_examples=True),
-    Case(GATED_RMS, (100, 128), "float16", "small-h200", (32,), gate_of_rows=True),
-    Case(GATED_LAYER, (2, 130, 128), "bfloat16", "h200", (32,), without="e", of_examples=True, residual="float32"),
-    Case(GATED_LAYER, (100, 128), "bfloat16", "small-b200", (64,), without="so"),
-    Case(GATED_LAYER, (3, 40, 64), "float32", "small-h200", (7,), without="eso", of_examples=True, gate_of_rows=True),
-    Case(LAYER, (3, 70, 104), "float16", "l4", (24,), of_examples=True, parameters="float32"),
-]
-# Features of which there are a sixteenth as many as elements of a row, or fewer, so that the product is kept: 7 of rows
-# that do not start on 16 bytes, 16, 24, 32 of whole chunks and of a ragged one, and 64, the most.
-KEPT = [
-    Case(LAYER, (333, 256), "bfloat16", "small-h200", (16,)),
-    Case(GATED_LAYER, (200, 1024), "bfloat16", "small-h200", (64,)),
-    Case(LAYER, (3, 70, 256), "bfloat16", "small-h200", (16,), of_examples=True),
-    Case(RMS, (100, 512), "bfloat16", "small-a100", (32,)),
-    Case(ADD_LAYER, (70, 130), "bfloat16", "small-b200", (7,)),
-    Case(LAYER, (70, 384), "float16", "l4", ((16,), (2, 4)), unbiased=(1,)),
-    Case(GATED_LAYER, (3, 70, 528), "bfloat16", "h200", (32,), without="seo", of_examples=True),
-    Case(LAYER, (200, 1024), "bfloat16", "h200", (64,), mean=100.0),
-]
-# Several Linears in one kernel. Together they fill 44 of a tile's 64 columns, all 256, or with 7 and 9 features all 16.
-# Some have no bias, and some have two axes of features.
-FUSED_SEVERAL = [
-    Case(LAYER, (200, 128), "bfloat16", "small-h200", ((3, 8), (16,), (4,)), unbiased=(1,)),
-    Case(RMS, (70, 256), "float16", "small-a100", ((2, 64), (64,), (64,)), unbiased=(0, 2)),
-    Case(ADD_LAYER, (100, 192), "bfloat16", "small-b200", ((4, 8), (32,)), unbiased=(0,)),
-    Case(LAYER, (100, 100), "float32", "small-h200", ((7,), (3, 3)), without="b"),
-    Case(ADD_RMS, (70, 64), "float32", "l4", ((40,), (2, 4)), unbiased=(1,)),
-]
-# Composed, as Linears of heads are in any case: the norm's backward kernel writes y, made again, into dy's memory.
+# Composed, as Linears behind a gate, of examples and of heads are in any case. The backward kernel of the norm writes y,
+# made again, into dy's memory.
 COMPOSED = [
     Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,)),
     Case(LAYER, (37, 100), "float16", "h200", (257,)),
@@ -98,26 +67,19 @@ COMPOSED = [
     Case(LAYER, (29, 1024), "bfloat16", "small-h200", (300,), parameters="float32", remat=True),
     Case(RMS, (70, 4, 128), "bfloat16", "small-b200", (64,), of_heads=True, zero_centered_scale=True),
     Case(GATED_LAYER, (21, 3, 256), "float16", "small-h200", (16,), without="e", of_heads=True),
+    Case(GATED_LAYER, (100, 128), "bfloat16", "small-b200", (64,), without="so"),
+    Case(LAYER, (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True),
+    Case(GATED_RMS, (3, 70, 64), "float32", "small-a100", (16,), without="e", of_examples=True),
 ]
 # Cases in which not all gradients are wanted, with the backward kernels that run. For x alone no shares of parameters
 # are added up, for a kernel alone no row sums for dx are made, and a bias or an offset alone takes no kernel of ours.
 FUSED_SOME = {
     Case(LAYER, (200, 128), "bfloat16", "small-h200", (32,), wanted="x"): {"row_sums", "backward"},
     Case(LAYER, (200, 128), "bfloat16", "small-a100", (32,), wanted="k"): {"backward", "parameters"},
-    Case(ADD_LAYER, (70, 64), "bfloat16", "small-b200", ((4, 4), (8,)), unbiased=(0,), wanted="k"): {
-        "backward",
-        "parameters",
-    },
     Case(ADD_LAYER, (70, 64), "float32", "small-h200", (16,), wanted="r"): {"row_sums", "backward"},
     Case(LAYER, (70, 64), "bfloat16", "small-h200", (16,), wanted="s"): {"backward", "parameters"},
-    Case(LAYER, (70, 64), "bfloat16", "small-h200", ((8,), (8,)), wanted="b"): set(),
+    Case(LAYER, (70, 64), "bfloat16", "small-h200", (16,), wanted="b"): set(),
     Case(LAYER, (70, 64), "float16", "h200", (16,), wanted="o"): set(),
-    Case(GATED_LAYER, (70, 64), "bfloat16", "small-h200", (16,), wanted="g"): {"row_sums", "backward", "parameters"},
-    Case(GATED_LAYER, (3, 70, 64), "bfloat16", "small-h200", (16,), without="e", of_examples=True, wanted="xg"): {
-        "row_sums",
-        "backward",
-    },
-    Case(LAYER, (2, 200, 64), "bfloat16", "h200", (16,), of_examples=True, wanted="so"): {"backward", "reduce"},
 }
 COMPOSED_SUMS = [
     Case(ADD_LAYER, (37, 128), "bfloat16", "small-h200", (300,)),
@@ -133,6 +95,8 @@ COMPOSED_SUMS = [
     Case(ADD_RMS, (9, 1000), "float16", "small-a100", (257,), remat=True),
 ]
 COMPOSED_SEVERAL = [
+    Case(LAYER, (70, 128), "bfloat16", "small-h200", ((3, 8), (16,), (4,)), unbiased=(1,)),
+    Case(ADD_RMS, (70, 64), "float32", "l4", ((40,), (2, 4)), unbiased=(1,)),
     Case(LAYER, (37, 128), "bfloat16", "small-h200", ((4, 64), (64,), (64,)), unbiased=(1,)),
     Case(ADD_RMS, (20, 768), "bfloat16", "small-a100", ((300,), (2, 9)), unbiased=(0,)),
     Case(ADD_LAYER, (20, 100), "float16", "small-b200", ((150,), (150,)), without="b"),
@@ -176,28 +140,13 @@ def test_fused_behind_a_sum(case):
     assert "parameters" in launched(check(case))
 
 
-@cases(FUSED_FORMS, quick=(0, 1, 2, 3))
-def test_fused_behind_a_gate_and_of_examples(case):
-    assert {*launched(check(case))} - {"reduce"} == {"forward", "row_sums", "backward", "parameters"}
-
-
-@cases(KEPT, quick=(0, 1, 2, 3, 4))
-def test_product_that_is_kept(case):
-    assert {*launched(check(case))} - {"reduce"} == {"forward", "row_sums_of_product", "backward", "parameters"}
-
-
-@cases(FUSED_SEVERAL, quick=(0, 1, 2))
-def test_several_in_one_kernel(case):
-    assert launched(check(case)) == ["forward", "row_sums", "backward", "parameters"]
-
-
-@cases(list(FUSED_SOME), quick=(0, 1, 2, 5, 8))
+@cases(list(FUSED_SOME), quick=(0, 1, 2, 4))
 def test_fused_where_not_all_is_wanted(case):
     forward, *backward = launched(check(case))
     assert forward == "forward" and {*backward} == FUSED_SOME[case]
 
 
-@cases(COMPOSED, quick=(0, 4, 7, 12))
+@cases(COMPOSED, quick=(0, 4, 7, 12, 14, 15))
 def test_composed(case):
     assert "parameters" not in launched(check(case))
 
@@ -207,7 +156,7 @@ def test_composed_behind_a_sum(case):
     assert "parameters" not in launched(check(case))
 
 
-@cases(COMPOSED_SEVERAL, quick=(0, 1, 2, 4, 5))
+@cases(COMPOSED_SEVERAL, quick=(0, 2, 3, 4, 6, 7))
 def test_several_composed(case):
     """Several composed Linears behind one norm launch one forward and one backward kernel, which makes y again."""
     kernels = launched(check(case))

@@ -24,7 +24,6 @@ GROUPS = Case("add_layer_norm", (9, 40), "float32", "small-h200", over="rsd")
 HEADS = Case("layer_norm", (21, 3, 64), "bfloat16", "small-h200", of_heads=True, over="sd")
 FUSED = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 FUSED_MMA = dataclasses.replace(FUSED, chip="small-a100")
-OF_EXAMPLES = Case("layer_norm_linear", (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True)
 FUSED_SUM = Case("add_layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 COMPOSED_SUM = Case("add_layer_norm_linear", (37, 128), "bfloat16", "small-h200", (300,))
 SEVERAL = Case("layer_norm_linear", (70, 64), "bfloat16", "small-h200", ((8,), (8,), (8,)), unbiased=(1,))
@@ -140,11 +139,9 @@ SOURCES = [
     ("programs of one head before the next one's", HEADS, ACCESS, "turn // programs * HEADS + program % HEADS",
      "turn // programs + program % HEADS"),
     ("a fused row stride of the tile's width", dataclasses.replace(FUSED, features=(24,)), LINEARS,
-     "rows_of(tile, rows, N, BLOCK_ROWS)\n    y_ptr", "rows_of(tile, rows, BLOCK_N, BLOCK_ROWS)\n    y_ptr"),
-    ("a sum of another example, fused", OF_EXAMPLES, LINEARS_BACKWARD,
-     "at = (group * programs + split % programs) * H + column", "at = (split % programs) * H + column"),
-    ("an example's rows from the first row of all, fused", OF_EXAMPLES, LINEARS_BACKWARD,
-     "base += first_of(group, rows, H)\n            row", "pass\n            row"),
+     "rows_of(tl.program_id(0), rows, N, BLOCK_ROWS)", "rows_of(tl.program_id(0), rows, BLOCK_N, BLOCK_ROWS)"),
+    ("shares of dscale in one place, fused", FUSED, LINEARS_BACKWARD,
+     "dscale_ptr + split * H + column", "dscale_ptr + column"),
     ("a mask dropped in dkernel's store", dataclasses.replace(FUSED, features=(24,)), LINEARS_BACKWARD,
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty), mask=mask)",
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty))"),
@@ -160,7 +157,7 @@ SOURCES = [
     ("the sum's cotangent not added, fused", FUSED_SUM, LINEARS_BACKWARD,
      "dx += load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)", "pass"),
     ("a sum not written, fused", FUSED_SUM, LINEARS,
-     "tl.store(total_ptr + start[:, None] + column[None, :], total, mask=mask)", "pass"),
+     "tl.store(total_ptr + base + start[:, None] + column[None, :], total, mask=mask)", "pass"),
     ("a sum's mask dropped, fused", FUSED_SUM, LINEARS,
      "+ column[None, :], total, mask=mask)", "+ column[None, :], total)"),
     ("results parted at the wrong place", SEVERAL, LINEAR_LAUNCH, "start += n", "start = n"),

@@ -13,6 +13,7 @@ from targets import (
     NORM_LAUNCH,
     NORM_TILES,
     ROW_TERMS,
+    TANGENTS,
     TERMS,
     XLA_GRADIENTS,
     XLA_NORM,
@@ -43,8 +44,8 @@ NORMS = [
         "y = y.astype(dtype) + added.astype(dtype)", "y = y.astype(dtype)", XLA_BEHIND,
     ),
     Mutant(
-        "no tangent of a residual behind a norm", XLA_GRADIENTS,
-        "dy = dy.astype(to) + tangents.added.astype(to)", "pass",
+        "no tangent of a residual behind a norm", TANGENTS,
+        "tangents._replace(**behind |", "tangents._replace(added=None, **behind |",
         (f"{MATRIX}forward_mode[rms_norm_add-s-xla-jvp]",),
     ),
     Mutant(
@@ -102,8 +103,8 @@ NORMS = [
         "gradients = of_branch_alone(pulled.x,", "gradients = of_branch_alone(operands.dy,", XLA,
     ),
     Mutant(
-        "x_scale's tangent forgotten", XLA_GRADIENTS,
-        "of_x = Arrays(x=tangents.x, scale=tangents.x_scale)", "of_x = Arrays(x=tangents.x)",
+        "x_scale's tangent forgotten", TANGENTS,
+        "summands, tangents.only(of_sum)", "summands, tangents.only(of_sum)._replace(x_scale=None)",
         (f"{MATRIX}forward_mode[rms_norm_add_rms_norm-xs-xla-jvp]",),
     ),
     Mutant(
@@ -132,8 +133,8 @@ NORMS = [
     ),
     Mutant(
         "no gate behind a norm of the branch", FORWARD,
-        "gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual",
-        "gated(branch, None, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual", GATED_KERNEL,
+        "gated(branch, gate_ptr, column, exists, COMPUTE) + residual",
+        "gated(branch, None, column, exists, COMPUTE) + residual", GATED_KERNEL,
     ),
     Mutant("no gate behind a norm of the branch, in two calls", XLA_NORM,
         "total = gated(branch(u, both, wide), operands)", "total = branch(u, both, wide)", GATED_XLA,
@@ -164,7 +165,7 @@ NORMS = [
         ("tests/fuse/test_ways_around.py::test_it_is_found_and_nothing_changes[layer_norms_on_both_sides]",),
     ),
     Mutant("Linears behind both sides in one kernel", LINEAR_TILES,
-        " or junction.norm.both_sides:", ":",
+        "norm.both_sides or norm.remat", "norm.remat",
         (f"{ACCURACY}test_optional_arguments[triton-rms_norm_add_rms_norm_linear-64-no x_scale-no scale]",),
     ),
 ]  # fmt: skip

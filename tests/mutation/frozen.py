@@ -9,7 +9,6 @@ from targets import (
     LINEAR_LAUNCH,
     NORM_LAUNCH,
     OPERATION,
-    XLA_LINEAR,
     Mutant,
 )
 
@@ -43,13 +42,6 @@ FROZEN_ARGUMENTS = [
         "sums = norms.column_sums(rows, dtype)",
         "sums = norms.column_sums(rows[..., 1:, :], dtype)",
         (f"{FROZEN}test_some_gradients_are_those_of_all[triton-layer_norm_linear-offset-False]",),
-    ),
-    Mutant(
-        "a tangent of offset and bias without the offset's",
-        XLA_LINEAR,
-        "offset.astype(compute), kernel",
-        "0 * offset.astype(compute), kernel",
-        (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm_linear-offset-True]",),
     ),
     Mutant(
         "what is not used computed",

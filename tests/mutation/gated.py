@@ -147,27 +147,6 @@ GATED_NORMS = [
         'gradients["z"] = dy.a.astype(dtype) * x_hat * slope',
         FIRST["xla"],
     ),
-    Mutant(
-        "z's tangent dropped, the gate first",
-        XLA_GRADIENTS,
-        "pairs = ((tangents.x, u), (tangents.x_z, total.astype(dtype) * slope))",
-        "pairs = ((tangents.x, u),)",
-        ("tests/transformations/test_matrix.py::test_forward_mode[rms_norm_gated, norm_before_gate=False-s-xla-jvp]",),
-    ),
-    Mutant(
-        "z's tangent without the scale",
-        XLA_GRADIENTS,
-        "x_hat * s * slope * tangents.z",
-        "x_hat * slope * tangents.z",
-        ("tests/transformations/test_matrix.py::test_forward_mode[rms_norm_gated-s-xla-jvp]",),
-    ),
-    Mutant(
-        "the tangent not gated",
-        XLA_GRADIENTS,
-        "        dy = dy * u  # (46)\n",
-        "        pass\n",
-        ("tests/transformations/test_matrix.py::test_forward_mode[rms_norm_gated-s-xla-jvp]",),
-    ),
     # Heads next to H
     Mutant("tiles of a head taken for neighbours", ACCESS, "first * (H * HEADS)", "first * H", TILES_OF_HEADS),
     Mutant("rows of a head taken for neighbours", ACCESS, "local.to(wide) * (H * HEADS)", "local.to(wide) * H", HEADS),

@@ -4,10 +4,10 @@ from targets import (
     BACKWARD,
     FORWARD,
     JUNCTION,
-    JUNCTION_MESH,
     JUNCTION_RULES,
-    NORM_LAUNCH,
+    NORM_ARGUMENTS,
     ROW_TERMS,
+    TANGENTS,
     TERMS,
     XLA_GRADIENTS,
     XLA_NORM,
@@ -15,15 +15,14 @@ from targets import (
 )
 
 VALUES = f"{JUNCTION}test_values_and_every_gradient"
-# Of H elements; one a row; each example's own, with a scale and an offset.
-OF_H, OF_ROWS, OF_EXAMPLES = (
+# Of H elements; each example's own, with a scale and an offset.
+OF_H, OF_EXAMPLES = (
     {how: (f"{VALUES}[{how}-add_layer_norm-{kind}--1]",) for how in ("triton", "xla")}
-    for kind in ("H-shared", "rows-shared", "by example-by example")
+    for kind in ("H-shared", "by example-by example")
 )
 ADAPTER, MODULES = "jln/_modules/adapter.py", "tests/modules/test_sums.py::test_"
-CHUNKS_OF_ROWS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-rows-(2, 20000)-float32]",)
-SEVERAL_PROGRAMS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-H-(150, 127)-float32]",)
-GATED = "dx = gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)"
+SEVERAL_PROGRAMS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-(150, 127)-float32]",)
+GATED = "dx = gated(dx, gate_ptr, column, exists, COMPUTE)"
 
 SUMS = [
     Mutant(
@@ -49,23 +48,8 @@ SUMS = [
     Mutant(
         "dresidual of the gated cotangent", BACKWARD,
         "dresidual_ptr + base + at, dx.to(",
-        f"dresidual_ptr + base + at, {GATED.removeprefix('dx = ').replace('row_gate, column', 'rstd, column')}.to(",
+        f"dresidual_ptr + base + at, {GATED.removeprefix('dx = ')}.to(",
         OF_H["triton"],
-    ),
-    Mutant(
-        "another row's gate", BACKWARD,
-        f"load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)\n            {GATED}",
-        f"load_vector(row_gate_ptr, rows - 1 - row, valid, BLOCK_ROWS, COMPUTE)\n            {GATED}",
-        OF_ROWS["triton"],
-    ),
-    Mutant(
-        "all chunks' shares of a row's gate in one place", BACKWARD,
-        """"drow_gate", chunk * groups + group,""", """"drow_gate", group,""",
-        CHUNKS_OF_ROWS,
-    ),
-    Mutant(
-        "a row's gate's gradient of one chunk", NORM_LAUNCH,
-        'jnp.sum(gradients["row_gate"], axis=0)', 'gradients["row_gate"][0]', CHUNKS_OF_ROWS,
     ),
     Mutant(
         "all sums' shares in the first one's place", ROW_TERMS,
@@ -91,27 +75,26 @@ SUMS = [
     ),
     Mutant(
         "x_bias left out of a gate's gradient, XLA", XLA_GRADIENTS,
-        "of_elements = d * branch(arrays, norm, d.dtype)",
-        "of_elements = d * branch(arrays._replace(x_bias=None), norm, d.dtype)", OF_H["xla"],
+        "sum_over_rows(d * branch(arrays, norm, d.dtype))",
+        "sum_over_rows(d * branch(arrays._replace(x_bias=None), norm, d.dtype))", OF_H["xla"],
     ),
     Mutant(
         "a gate left out of dx, XLA", XLA_GRADIENTS, "dx = gated(d, arrays)", "dx = d",
-        OF_ROWS["xla"],
+        OF_H["xla"],
     ),
     Mutant(
         "dx_bias before the gate, XLA", XLA_GRADIENTS, 'return dx if name == "x" else sum_over_rows(dx)',
         'return dx if name == "x" else sum_over_rows(d)', OF_H["xla"],
     ),
     Mutant(
-        "a gate's tangent without x_bias", XLA_GRADIENTS,
-        "yield a.astype(dtype) * branch(saved, norm, dtype)",
-        "yield a.astype(dtype) * branch(saved._replace(x_bias=None), norm, dtype)",
+        "a gate's tangent without x_bias", TANGENTS, "summands = saved.only(of_sum)",
+        "summands = saved.only(of_sum)._replace(x_bias=None)",
         ("tests/transformations/test_matrix.py::test_forward_mode[add_layer_norm, x_bias and gate-soxg-xla-jvp]",),
     ),
     Mutant(
-        "a row's gate's gradient of a device's part of H", XLA_GRADIENTS,
-        "return lax.psum(share, h_axes) if h_axes else share", "return share",
-        (f"{JUNCTION_MESH}test_gradient_under_jit[add_layer_norm-rows-shared-examples and H-parameters in parts]",),
+        "a row's gate written out for kernels, be there few rows", NORM_ARGUMENTS,
+        "for i in (*own, h) if x[i] != 1", "for i in own if x[i] != 1",
+        (f"{JUNCTION}test_gates_of_rows_run_plain_jnp",),
     ),
     Mutant(
         "x kept although no gate's gradient is wanted",

@@ -240,20 +240,6 @@ RULES = [
         ("tests/transformations/test_matrix.py::test_reverse_mode[add_layer_norm-so-xla-value_and_grad]",),
     ),
     Mutant(
-        "a tangent without the mean's",
-        XLA_GRADIENTS,
-        "dy = dy - jnp.mean(t, norm.axis, keepdims=True)",
-        "pass",
-        ("tests/transformations/test_matrix.py::test_forward_mode[layer_norm-so-xla-jvp]",),
-    ),
-    Mutant(
-        "a tangent without the kernel's",
-        XLA_LINEAR,
-        "d = d + of_rows(z, dkernel)",
-        "pass",
-        ("tests/transformations/test_matrix.py::test_forward_mode[layer_norm_linear-sob-xla-jvp]",),
-    ),
-    Mutant(
         "vmap's axes taken for rows where a parameter has them",
         JUNCTION_RULES,
         "len(batches) > 1 or not are_shared",

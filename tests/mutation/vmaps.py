@@ -1,6 +1,6 @@
 """Ways to break calls under `vmap`: one call, plain jnp, and operations with an axis more."""
 
-from targets import JUNCTION, JUNCTION_RULES, LINEAR_TILES, NORM_ARGUMENTS, OPERATION, TRANSFORMED, VMAPS, Mutant
+from targets import JUNCTION, JUNCTION_RULES, NORM_ARGUMENTS, OPERATION, TRANSFORMED, VMAPS, Mutant
 
 CALL = "jln/_core/reverse_mode.py"
 TESTS = "tests/transformations/test_vmaps.py::"
@@ -46,16 +46,12 @@ UNDER_VMAP = [
     ),
     Mutant("rows behind H taken for rows in front", VMAPS, "if place > last:", "if False:", norms("rows behind H")),
     Mutant(
-        "a parameter that heads share not written out", VMAPS, "heads=True), numbers | columns", "heads=True), numbers",
+        "a parameter that heads share not written out", VMAPS, "heads=True), columns", "heads=True), set()",
         nested("heads of groups"),
     ),
     Mutant(
-        "a parameter that examples share not written out", VMAPS, "+ 1), numbers | columns", "+ 1), numbers",
+        "a parameter that examples share not written out", VMAPS, "+ 1), columns", "+ 1), set()",
         nested("heads of groups"),
-    ),
-    Mutant(
-        "a gate of rows that examples share not written out", VMAPS, "+ 1), numbers | columns", "+ 1), columns",
-        (f"{TESTS}test_a_gate_of_rows[triton-None-inside]",),
     ),
     Mutant(
         "rows that examples share taken for rows of each", VMAPS, "or rows - moved or", "or",
@@ -66,8 +62,8 @@ UNDER_VMAP = [
         (f"{TESTS}test_linears_of_examples[xla-rms_norm_linear-rows and kernels-False]",),
     ),
     Mutant(
-        "few features of heads in one kernel", LINEAR_TILES, "junction.norm.heads or ", "",
-        ("tests/operators/test_few_features_of_examples.py::test_what_is_left_to_the_norm_and_a_product",),
+        "few features of examples in one kernel", VMAPS, "junction.in_one and not norm.has_groups", "junction.in_one",
+        ("tests/operators/test_few_features.py::test_vmap[x and scale]",),
     ),
     # Plain jnp
     Mutant(
@@ -78,7 +74,7 @@ UNDER_VMAP = [
         "eight bits by plain jnp", "jln/_junction/arrays.py", " and not self.eight_bits", "", (SHARED_LINEAR,),
     ),
     Mutant(
-        "a gate of rows left out of plain jnp", JUNCTION_RULES, "a.row_gate if a.gate is None else a.gate", "a.gate",
+        "a gate left out of plain jnp", JUNCTION_RULES, "gate=a.gate, z=z", "gate=None, z=z",
         (f"{JUNCTION}test_transformed[add_layer_norm-rows-shared-grad(vmap), over x-False-xla]",),
     ),
     Mutant(

@@ -52,11 +52,11 @@ def gradients(operator, implementation):
 OUTPUTS = {
     "forward.forward_kernel": ("y", "total", "mean", "rstd"),
     "backward.row_sums_kernel": ("c1", "c2"),
-    "backward.backward_kernel": ("dx", "dscale", "doffset", "shares", "y", "dresidual", "drow_gate"),
+    "backward.backward_kernel": ("dx", "dscale", "doffset", "shares", "y", "dresidual"),
     "backward.reduce_kernel": ("dscale", "doffset", "dx_bias", "dgate"),
     "with_linear.forward_kernel": ("y", "mean", "rstd"),
     "with_linear_backward.row_sums_kernel": ("c1", "c2", "dbias"),
-    "with_linear_backward.backward_kernel": ("dx", "g", "shares"),
+    "with_linear_backward.backward_kernel": ("dx", "g", "dscale"),
     "with_linear_backward.parameters_kernel": ("dkernel", "dscale", "doffset", "dbias"),
 }
 

@@ -12,31 +12,24 @@ from jln._triton.chip import CHIPS
 from junctions import made
 from matrix import of_some
 
-# The gate, the wanted gradients, how many arrays of x's size are held, and how many of one number a row.
+# The gate, the wanted gradients, how many arrays of x's size are held, and how many of one number a row. A gate that is
+# a number is held once for each of the H columns.
 HELD = [
     ("H", ("x",), 1, 2),
     ("H", ("residual",), 1, 2),
     ("H", ("x", "residual", "scale", "offset", "x_bias"), 1, 2),
     ("H", ("gate",), 2, 2),
     ("H", ("x", "gate"), 2, 2),
-    ("rows", ("residual",), 1, 2),
-    ("rows", ("x",), 1, 3),
-    ("rows", ("gate",), 2, 2),
-    ("rows", ("x", "gate"), 2, 3),
     ("no gate", ("x", "x_bias"), 1, 2),
-    ("a number", ("x", "residual", "x_bias"), 1, 3),
+    ("a number", ("x", "residual", "x_bias"), 1, 2),
     ("H", ("offset",), 0, 0),
-    ("rows", ("offset",), 0, 0),
 ]
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(("gate", "some", "rows", "numbers"), HELD)
 def test_held_between_forward_and_backward(gate, some, rows, numbers, forward_mode, implementation):
-    """The sum is kept, and x beside it only where a gate's gradient is wanted.
-
-    A gate that is a number is kept as a number for each row.
-    """
+    """The sum is kept, and x beside it only where a gate's gradient is wanted."""
     shape = (6, 8)
     given, options = made("add_layer_norm", gate=gate, shape=shape)
     function = functools.partial(
@@ -57,12 +50,10 @@ def launched(step, *operands):
 BACKWARD, REDUCE = "backward_kernel", "reduce_kernel"
 LAUNCHES = [
     ("H", None, (BACKWARD, "dx", "dresidual", "shares"), (REDUCE, "dscale", "doffset", "dx_bias", "dgate")),
-    ("rows", None, (BACKWARD, "dx", "dresidual", "drow_gate", "shares"), (REDUCE, "dscale", "doffset", "dx_bias")),
     ("no gate", None, (BACKWARD, "dx", "shares"), (REDUCE, "dscale", "doffset", "dx_bias")),
     ("a number", ("x", "residual"), (BACKWARD, "dx", "dresidual")),
     ("H", ("residual",), (BACKWARD, "dresidual")),
     ("H", ("gate",), (BACKWARD, "shares"), (REDUCE, "dgate")),
-    ("rows", ("gate",), (BACKWARD, "drow_gate")),
 ]
 
 

@@ -133,64 +133,6 @@ def of_vjp(function):
     return run
 
 
-def final_layer(x, conditions, kernel, bias):
-    """The last layer of a diffusion transformer, as a user writes it: scale and shift of each example."""
-    scale, shift = jnp.split(conditions, 2, -1)
-    wide = x.astype("float32")
-    centred = wide - jnp.mean(wide, -1, keepdims=True)
-    normed = (centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + 1e-6)).astype(x.dtype)
-    return (normed * (1 + scale[:, None]) + shift[:, None]) @ kernel + bias
-
-
-# MB of every array once: 470, and 201 of examples. Composed they would move 929, 925, 653 and 651; plain jnp moves
-# 1524, 1590, 1115 and 915. Of the rest 4.2 is the product that is kept, in float32; without it x is read once more, 67.
-@pytest.mark.parametrize(
-    ("form", "megabytes"),
-    [("a gate", 485), ("a gate of rows", 489), ("examples", 218), ("examples, found by fuse", 220)],
-)
-def test_few_features_behind_a_gate_and_of_examples(form, megabytes):
-    """Norm and product are one kernel behind a biased, gated sum, and with parameters of each of 32 examples."""
-    m, h, n = 8192, 4096, 64
-    kernel, bias, of_h = struct(h, n), struct(n), struct(h, dtype="float32")
-    dy, x = struct(32, 256, n), struct(32, 256, h)
-    if form.startswith("a gate"):
-        gate = of_h if form == "a gate" else struct(m, 1, dtype="float32")
-        rows = struct(m, h)
-        operands = (struct(m, n), rows, rows, of_h, of_h, kernel, bias, of_h, gate)
-        function = lambda *a: jln.add_layer_norm_linear(*a[:6], x_bias=a[6], gate=a[7])[0]  # noqa: E731
-    elif form == "examples":
-        operands = (dy, x, struct(32, 1, h), struct(32, 1, h), kernel, bias)
-        function = jln.layer_norm_linear
-    else:
-        operands = (dy, x, struct(32, 2 * h), kernel, bias)
-        function = jln.fuse(final_layer, linears=True)
-    report = program.compile_for(of_vjp(function), *operands)
-    assert [k.is_triton for k in report.kernels].count(True) == 4
-    assert report.bytes_total / MB <= megabytes
-
-
-# MB moved, and temporary MB. With a product that the forward kept for the backward's kernels, which XLA would make of a
-# norm of its own in float32, 877 and 157, and 1531 and 270.
-@pytest.mark.parametrize(
-    ("form", "chip", "megabytes", "temporary"),
-    [("examples of 24 rows", "a100", 550, 8), ("a frozen bias", "h200", 910, 70)],
-)
-def test_a_composed_forward_makes_no_product_for_a_fused_backward(form, chip, megabytes, temporary):
-    """Nothing is kept where an example's rows fill no tile, or a bias is added to rows that start off 16 bytes."""
-    if form == "a frozen bias":
-        m, h, n = 8192, 4100, 64
-        operands = struct(m, h), struct(m, h), struct(h, dtype="float32"), struct(h, n)
-        x_bias = jnp.arange(h, dtype="bfloat16")
-        function = lambda *a: jln.add_rms_norm_linear(*a, x_bias=x_bias)  # noqa: E731
-        dy = struct(m, n), struct(m, h)
-    else:
-        h, of_example = 4096, struct(400, 1, 4096, dtype="float32")
-        operands, function = (struct(400, 24, h), of_example, of_example, struct(h, 64)), jln.layer_norm_linear
-        dy = struct(400, 24, 64)
-    report = program.compile_for(of_vjp(function), dy, *operands, chip=chip)
-    assert report.bytes_total <= megabytes * MB and report.temp_bytes <= temporary * MB
-
-
 # How products are multiplied, as a process has it from the start: in Triton kernels of XLA's, or by cuBLAS alone.
 PRODUCTS = {
     "XLA": ("", {}, 1600, 202),

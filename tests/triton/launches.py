@@ -41,7 +41,6 @@ SWITCHES = {
 SUM_SWITCHES = {
     "everything and x_bias": SWITCHES["everything"] | {"x_bias": True},
     "everything and a gate": SWITCHES["everything"] | {"x_bias": True, "gate": True},
-    "everything and a gate of rows": SWITCHES["everything"] | {"x_bias": True, "row_gate": True},
 }
 # With z: what is silu(z) times the norm's result, and the norm of silu(z) times x.
 _GATED = SWITCHES["add_rms_norm"] | {"adds": False}
@@ -54,7 +53,6 @@ REMAT_SWITCHES = {
     "a sum again": SWITCHES["add_rms_norm"] | {"remat": True},
     "everything again": SWITCHES["everything"] | {"remat": True},
     "everything and a gate again": SUM_SWITCHES["everything and a gate"] | {"remat": True},
-    "everything and a gate of rows again": SUM_SWITCHES["everything and a gate of rows"] | {"remat": True},
     "statistics again": SWITCHES["everything"] | {"adds": False, "remat": True},
 }
 # In front of three Linears, whose backward pass adds up what they pull back, with the norm's result and without.
@@ -64,20 +62,12 @@ SEVERAL_SWITCHES = {
     "three products of frozen kernels": SWITCHES["everything"] | {"adds": False, "products": 3},
     "two products": SWITCHES["add_rms_norm"] | {"adds": False, "products": 2, "y": True},
 }
-# Of few features behind a sum, and of examples: many, and few, whose rows several programs share.
-FEW_FEATURES_SWITCHES = SUM_SWITCHES | {
-    "examples": SWITCHES["everything"] | {"adds": False, "examples": 400},
-    "examples of a sum": SUM_SWITCHES["everything and x_bias"] | {"examples": 400},
-    "examples and a gate": SUM_SWITCHES["everything and a gate"] | {"examples": 400},
-    "examples and a gate of rows": SUM_SWITCHES["everything and a gate of rows"] | {"examples": 400},
-    "few examples": SWITCHES["everything"] | {"adds": False, "examples": 2},
-}
 # Of examples: more than there are cores, so that one program has all rows of each. Of heads, and of several examples.
 EXAMPLES_SWITCHES = {
-    "examples": FEW_FEATURES_SWITCHES["examples"],
+    "examples": SWITCHES["everything"] | {"adds": False, "examples": 400},
     "examples of a sum": SWITCHES["everything"] | {"examples": 400},
     "examples of a sum again": REMAT_SWITCHES["everything again"] | {"examples": 400},
-    "examples and a gate": FEW_FEATURES_SWITCHES["examples and a gate"],
+    "examples and a gate": SUM_SWITCHES["everything and a gate"] | {"examples": 400},
     "heads": SWITCHES["add_rms_norm"] | {"adds": False, "heads": 12},
     "heads of a sum and examples": SWITCHES["everything"] | {"examples": 4, "heads": 3},
 }
@@ -85,7 +75,6 @@ EXAMPLES_SWITCHES = {
 BOTH_SIDES_SWITCHES = {
     "rms norms": SWITCHES["add_rms_norm"] | {"zero_centered_scale": True},
     "rms norms and a gate": SWITCHES["add_rms_norm"] | {"gate": True},
-    "rms norms and a gate of rows": SWITCHES["add_rms_norm"] | {"zero_centered_scale": True, "row_gate": True},
     "nothing": SWITCHES["nothing"],
     "rms norms, three products": SWITCHES["add_rms_norm"] | {"products": 3},
 }
@@ -143,8 +132,7 @@ def launches(h, dtypes, chip, switches):
     rstd = jax.ShapeDtypeStruct((*shape[:-1], 1), jnp.promote_types(total.dtype, jnp.float32))
     mean = rstd if switches["subtract_mean"] else None
     parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
-    parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
-    gated = {"gate", "row_gate"} & {*parameters}
+    gated = "gate" in parameters
     gates = {name: x for name in ("z", "x_z") if switches.get(name)}
     dtotal = None if residual is None else total
     recorder = Recorder(ALL_CHIPS[chip])
@@ -178,7 +166,6 @@ def both_sides_launches(h, dtypes, chip, switches, wants_y=False):
     norm = Norm(-1, 1e-6, Switches(False, switches["zero_centered_scale"]), both_sides=True)
     names = ["scale", "x_scale"] * switches["scale"] + ["gate"] * switches.get("gate", False)
     parameters = dict.fromkeys(names, jax.ShapeDtypeStruct((1, h), dtypes[2]))
-    parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
     statistics = {"rstd": rstd, "x_rstd": x_rstd}
     recorder = Recorder(ALL_CHIPS[chip])
     operands = Arrays(x=x, residual=residual, **parameters)
@@ -217,54 +204,28 @@ FUSED = [
 def linear_launches(rows, h, n, dtypes, chip, switches):
     """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual has x's dtype.
 
-    Without parameters nothing is kept, as with `remat`; else what the operator keeps.
-
-    With `examples` there are that many groups of rows, each with parameters of the norm and of the sum of its own.
+    Without parameters nothing is kept, as in front of a backward pass that wants dx alone.
     """
     from jln._junction.linears import launches as launcher
-    from jln._junction.linears.tiles import keeps_product
 
     jax.config.update("jax_enable_x64", True)
-    examples = switches.get("examples")
-    lead = (rows,) if examples is None else (examples, max(1, rows // examples))
-    x = jax.ShapeDtypeStruct((*lead, h), dtypes[0])
-    parameter = jax.ShapeDtypeStruct((1, h) if examples is None else (examples, 1, h), dtypes[2])
+    x = jax.ShapeDtypeStruct((rows, h), dtypes[0])
+    parameter = jax.ShapeDtypeStruct((1, h), dtypes[2])
     kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[1]) for s in ((h, n), (n,)))
-    dy = jax.ShapeDtypeStruct((*lead, n), jnp.promote_types(*dtypes[:2]))
-    rstd = jax.ShapeDtypeStruct((*lead, 1), jnp.promote_types(dtypes[0], jnp.float32))
+    dy = jax.ShapeDtypeStruct((rows, n), jnp.promote_types(*dtypes[:2]))
+    rstd = jax.ShapeDtypeStruct((rows, 1), jnp.promote_types(dtypes[0], jnp.float32))
     mean = rstd if switches["subtract_mean"] else None
-    parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
-    parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
-    everything = "scale" in parameters
+    parameters = {name: parameter for name in ("scale", "offset") if switches[name]}
     residual = x if switches["adds"] else None  # total and its cotangent are alike
-    norm = Norm(
-        -1,
-        1e-6,
-        Switches(switches["subtract_mean"], switches["zero_centered_scale"]),
-        examples=0 if examples is None else 1,
-    )
+    norm = Norm(-1, 1e-6, Switches(switches["subtract_mean"], switches["zero_centered_scale"]))
     junction = Junction(norm, features=(1,), in_one=True)
     recorder = Recorder(ALL_CHIPS[chip])
-    operands = Arrays(x, residual, **parameters, kernel=(kernel,), bias=(bias if everything else None,))
+    operands = Arrays(x, residual, **parameters, kernel=(kernel,), bias=(bias if parameters else None,))
     results = Arrays(y=(dy,), total=residual)
-    product = None
-    if everything:
-        if keeps_product(operands, junction):
-            product = (jax.ShapeDtypeStruct(dy.shape, jnp.float32),)
-        results = results._replace(mean=mean, rstd=rstd, product=product)
+    if parameters:
+        results = results._replace(mean=mean, rstd=rstd)
     jax.eval_shape(lambda operands: launcher.forward(operands, junction, dtypes_of(results), 0, recorder), operands)
-    gated = {"gate", "row_gate"} & {*parameters}
-    gradients = dtypes_of(operands if gated else operands._replace(residual=None))
-    saved = Arrays(
-        x=x if gated else None,
-        dy=(dy,),
-        dtotal=residual,
-        total=x,
-        mean=mean,
-        rstd=rstd,
-        product=product,
-        kernel=(kernel,),
-        **{name: a for name, a in parameters.items() if gated or name != "x_bias"},
-    )
+    saved = Arrays(dy=(dy,), dtotal=residual, total=x, mean=mean, rstd=rstd, kernel=(kernel,), **parameters)
+    gradients = dtypes_of(operands._replace(residual=None))
     jax.eval_shape(lambda saved: launcher.backward(saved, junction, gradients, 0, recorder), saved)
     return recorder.launches

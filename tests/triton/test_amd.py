@@ -16,7 +16,6 @@ from jln._triton.target import Interpreter, Recorder, using
 from launches import (
     DTYPES,
     EXAMPLES_SWITCHES,
-    FEW_FEATURES_SWITCHES,
     FUSED,
     GATED_SWITCHES,
     LINEAR_DTYPES,
@@ -65,8 +64,8 @@ def norms(chip, dtype, widths):
 
 
 def linears(chip, dtype, sizes):
-    forms = [SWITCHES["everything"], *(FEW_FEATURES_SWITCHES[f] for f in ("everything and a gate", "examples"))]
-    made = [a for s in forms for size in sizes for a in linear_launches(*size, LINEAR_DTYPES[dtype], chip, s)]
+    of = LINEAR_DTYPES[dtype]
+    made = [a for size in sizes for a in linear_launches(*size, of, chip, SWITCHES["everything"])]
     return resources([launch for launch in made if "kernels.with_linear" in launch.kernel.fn.__module__], dtype)
 
 
@@ -86,11 +85,9 @@ def test_norms_keep_to_registers(worker, chip, dtype, widths):
 def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype, sizes):
     found = worker.submit(linears, chip, dtype, sizes).result()
     names = {f[0].split()[0] for f in found}
-    kept = {"row_sums_of_product_kernel"} & names  # behind few features in bfloat16
-    assert names - kept == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
-    assert bool(kept) == (dtype == "bfloat16" and any(n <= 64 and 16 * n <= h for _, h, n in sizes))
+    assert names == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
     assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
-    assert [f for f in found if "parameters" not in f[0] and f[0].split()[0] not in kept and not f[5]] == []
+    assert [f for f in found if "parameters" not in f[0] and not f[5]] == []
 
 
 def test_half_as_many_waves_of_twice_the_threads():

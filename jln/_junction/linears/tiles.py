@@ -37,7 +37,8 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
     """
     if junction.implementation == "xla" or junction.eight_bits or operands.present().keys() - _FUSED_OPERANDS:
         return False
-    if junction.norm.has_groups or junction.norm.remat or len(operands.kernel) > 1:
+    norm = junction.norm
+    if norm.has_groups or norm.both_sides or norm.remat or len(operands.kernel) > 1:
         return False
     (kernel,) = operands.kernel
     dtype = _checks.promoted(operands.x.dtype, kernel.dtype).name
