@@ -22,9 +22,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jln._core.devices import Context, needs_devices, spreading
+from jln._core.devices import needs_devices, spreading
 from jln._core.identity import identity
-from jln._core.in_shares import partitioned_in_shares
 from jln._core.layout import Layout, leaves_or_none
 from jln._core.modes import own_modes
 from jln._core.one_by_one import right_on_cpu
@@ -226,13 +225,16 @@ class Operation(Generic[Operands, Results]):
             what = self._primitive.name, platform, implementation, target and target.made_of()
             name = identity(what, arrays, tree, request, spread)
             formula = self._formula_on(platform)
-            if not spread.manual:
-                of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else formula
-                may_split_h = implementation != "triton"
-                function = self._spread(compute, of_split_rows, layout, tree, request, spread, may_split_h, name)
-            elif compute is not formula:  # but kernels
-                exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
-                function = partitioned_in_shares(function, layout, _of_leaves(compute, tree, exact), spread, name)
+            exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
+            of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else formula
+
+            def shares(h_axes, gathered, *operands):
+                how = {name: axes for name, axes in (("h_axes", h_axes), ("gathered", gathered)) if axes}
+                share = functools.partial(of_split_rows if h_axes else compute, **how)
+                return _of_leaves(share, tree, exact)(*operands)
+
+            if not spread.manual or compute is not formula:
+                function = partitioned(function, shares, layout, spread, implementation != "triton", name)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     def _with_operands(self, changed, tree, request, implementation) -> Callable[..., Any]:
@@ -243,22 +245,6 @@ class Operation(Generic[Operands, Results]):
             return jax.tree.leaves(self(given, *request.arguments(), implementation=implementation))
 
         return call
-
-    def _spread(
-        self, compute, of_split_rows, layout: Layout, tree, request, context: Context, may_split_h: bool, name: str
-    ) -> Callable[..., Any]:
-        """`compute` on every device by itself; shares of sums of a parameter's size are in a wide dtype.
-
-        of_split_rows: the formula, for devices each of which has a part of H.
-        """
-        exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
-
-        def shares(h_axes, gathered, *operands):
-            function = of_split_rows if h_axes else compute
-            how = {name: axes for name, axes in (("h_axes", h_axes), ("gathered", gathered)) if axes}
-            return _of_leaves(functools.partial(function, **how), tree, exact)(*operands)
-
-        return partitioned(_of_leaves(compute, tree, request), layout, shares, context, may_split_h, name)
 
     def _formula_on(self, platform: str | None) -> Callable[..., Results]:
         return {"cpu": self._formula_cpu, "tpu": self._formula_tpu}.get(platform or "", self._formula)

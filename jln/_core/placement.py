@@ -39,6 +39,9 @@ class Placement:
             self.mesh, PartitionSpec(*(None if n == 1 else split(d) for d, n in zip(dims, shape, strict=True)))
         )
 
+    def shardings(self, dims: Sequence[Dims], arrays: Sequence[Any]) -> tuple[NamedSharding, ...]:
+        return tuple(self.sharding(d, a.shape) for d, a in zip(dims, arrays, strict=True))
+
     def over(self, kind: Kind) -> MeshAxes:
         """The mesh axes that split dimensions of this kind."""
         return tuple(dict.fromkeys(a for dim, axes in self.axes.items() if dim.kind == kind for a in axes))

@@ -54,11 +54,9 @@ def layer_norm_linear(
     where it might overflow, XLA writes the product in float32 and reads it again for the bias.) The cotangent of `z` is
     the sum over the kernels; for bfloat16 it is rounded to bfloat16 where XLA multiplies, as by autodiff.
 
-    Up to 256 features in 16 bits, 128 in float32, of all kernels together, may be multiplied by the kernel that
-    normalises: that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. That holds behind a sum with
-    `x_bias` and `gate`, and where examples have parameters of their own, too. Of up to 64 in bfloat16, where `H` is 16
-    times as large, the product before its bias is held in float32 as well, and the backward pass reads `x` once instead
-    of twice. More features are multiplied by XLA, in plain sight of policies (`dots_saveable`) and of the partitioner.
+    Up to 256 features of one kernel in 16 bits, 128 in float32, may be multiplied by the kernel that normalises: that
+    product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. So may those behind a sum without `x_bias` and
+    `gate`. All others are multiplied by XLA, in plain sight of policies (`dots_saveable`) and of the partitioner.
 
     Every gradient has its argument's dtype and shape. Gradients are bitwise the same in every run of one compiled
     program; where XLA multiplies on a GPU, a program compiled again may multiply otherwise, as its autotuner found.

@@ -50,8 +50,8 @@ FUSED_SUMS = [
     Case(ADD_LAYER, (3, 23, 64), "float16", "h200", (104,), forward_mode=True, without="o"),
 ]
 GATED_LAYER, GATED_RMS = f"{ADD_LAYER}, x_bias and gate", f"{ADD_RMS}, x_bias and gate"
-# Composed, as Linears behind a gate, of examples and of heads are in any case. The backward kernel of the norm writes y,
-# made again, into dy's memory.
+# Composed, as Linears behind a gate, of examples and of heads always are. The norm's backward kernel writes y, made
+# again, into dy's memory.
 COMPOSED = [
     Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,)),
     Case(LAYER, (37, 100), "float16", "h200", (257,)),

@@ -1,11 +1,11 @@
 """Ways to break few features: a kernel that normalises and multiplies, and Linears of groups on a mesh."""
 
 from targets import (
-    IN_SHARES,
     JUNCTION_MESH,
     LINEAR_BACKWARD,
     LINEAR_LAUNCH,
     LINEAR_TILES,
+    PARTITIONED,
     PLACEMENT,
     SHAPES,
     Mutant,
@@ -91,7 +91,7 @@ FEW_FEATURES = [
         (f"{JUNCTION_MESH}test_few_features_of_examples_under_vmap",),
     ),
     Mutant(
-        "shares of the examples on some devices left out", IN_SHARES,
+        "shares of the examples on some devices left out", PARTITIONED,
         "over = [tuple(a for axes in placement.summed(r) for a in axes) for r in sums]",
         "over = [placement.over(Kind.ROW) for r in sums]", OF_STAGES,
     ),

@@ -107,7 +107,7 @@ def forward_kernel(
     y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])  # (11)
     _, base, start, _ = rows_of(tl.program_id(0), rows, N, BLOCK_ROWS)
     mask = valid[:, None] & (feature < N)[None, :]
-    tl.store(y_ptr + base + start[:, None] + feature[None, :], y.to(operand), mask=mask)
+    tl.store(y_ptr + base + start[:, None] + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=valid)
     if mean_ptr is not None:
