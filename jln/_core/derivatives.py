@@ -200,11 +200,6 @@ def _batched_together(results: Any) -> Any:
     return tree.unflatten(_together.bind(*given)) if len(given) > 1 else results
 
 
-def zeros_like(a: jax.Array) -> jax.Array:
-    """Zeros of the array's shape, which `vmap` batches if it batches `a`, and for which `a` is not kept."""
-    return _together.bind(jnp.zeros(a.shape, a.dtype), Unneeded(a).nothing())[0]
-
-
 def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any], operands: Any) -> Any:
     """Call `function(operands)`; on a mesh with explicit axes, as if these were automatic.
 

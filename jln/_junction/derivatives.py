@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln._core.derivatives import PRODUCT, Rules, Unneeded, named_statistics, zeros_like
+from jln._core.derivatives import PRODUCT, Rules, Unneeded, named_statistics
 from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, varying_together
 from jln._junction import arrays, gradients
@@ -209,10 +209,10 @@ def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arra
 
 
 def _transposed(
-    cotangents: Arrays, tangents: Arrays, saved: Arrays, junction: Junction, batch_dims: int, implementation: Any
+    cotangents: Arrays, tangents: Arrays, saved: Arrays, settings: Any, batch_dims: int, implementation: Any
 ) -> Arrays:
     """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
-    junction = dataclasses.replace(junction, implementation=implementation)
+    junction = dataclasses.replace(settings[0], implementation=implementation)
     of_parameters = (Shape.COLUMN, Shape.KERNEL, Shape.BIAS)
     named = (*saved.present().items(), *tangents.only(("z", "x_z")).present().items())
     rows = [a for name, a in named if TABLE[name].shape not in of_parameters]
@@ -238,9 +238,10 @@ _tangent: LinearOperation[tuple[Arrays, Arrays], Arrays] = LinearOperation(
 
 def _tangents(junction: Junction, operands: Arrays, saved: Arrays, tangents: Arrays, results: Arrays) -> Arrays:
     if saved.total is None:  # no tangent is made of it, but of its shape
-        saved = saved._replace(total=zeros_like(operands.x))
+        saved = saved._replace(total=Unneeded(operands.x).nothing())
     dtypes = jax.tree.map(lambda a: a.dtype.name, results)
-    return _tangent((tangents, saved), junction, dtypes, implementation=junction.implementation)
+    settings = junction, operands.x.shape
+    return _tangent((tangents, saved), settings, dtypes, implementation=junction.implementation)
 
 
 def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | None = None) -> Arrays:

@@ -18,14 +18,19 @@ from jln._junction.arrays import TABLE, Arrays, Junction, Norm
 from jln._junction.linears import formulas as linears
 
 
-def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
+def tangent(
+    operands: tuple[Arrays, Arrays], settings: tuple[Junction, tuple[int, ...]], dtypes: Arrays, batch_dims: int
+) -> Arrays:
     """The tangents of y and total, linear in those of the operands, of which those that are None are zero.
 
     operands: the tangents, and what was saved. No result that moves is made of an operand that was not saved, unless it
-    is linear in it: such an operand is zero here.
+      is linear in it: such an operand is zero here. So is a total without elements, of which none is made.
+    settings: the junction, and the shape of x.
     """
-    tangents, saved = operands
+    (tangents, saved), (junction, shape) = operands, settings
     batch = formulas.common_batch(batch_dims, *jax.tree.leaves(operands))
+    if saved.total.shape[batch_dims:] != shape:
+        saved = saved._replace(total=jnp.zeros((*saved.total.shape[:batch_dims], *shape), saved.total.dtype))
     alone = dataclasses.replace(junction.norm, both_sides=False)
     of_sum = [name for name in TABLE["total"].made_of if name != "x_z"]
 

@@ -74,8 +74,8 @@ def test_every_array_has_a_line_that_names_others():
 
 
 # What a norm by itself has, and one on both sides of a sum.
-ALONE = ("x", "residual", "scale", "offset", "x_bias", "gate", "row_gate", "z", "x_z")
-BOTH = ("x", "residual", "scale", "x_scale", "gate", "row_gate")
+ALONE = ("x", "residual", "scale", "offset", "x_bias", "gate", "z", "x_z")
+BOTH = ("x", "residual", "scale", "x_scale", "gate")
 
 
 @pytest.mark.parametrize(("operand", "both_sides"), [(n, False) for n in ALONE] + [(n, True) for n in BOTH])
@@ -83,12 +83,12 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
     """A gradient is not a number where an array of its line is not, and does not see the others."""
     of_row, of_column, of_number = (workbench.normal(i, s, "float32") for i, s in enumerate([(4, 8), (1, 8), (4, 1)]))
     norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides)
-    names = ["dy", "dy2", "dy3", "dtotal", "total", "rstd", "scale", "x", "gate", "row_gate"]
+    names = ["dy", "dy2", "dy3", "dtotal", "total", "rstd", "scale", "x", "gate"]
     names += ["x_scale", "x_rstd"] if both_sides else ["mean", "x_bias"]
     if operand in ("z", "x_z"):  # of no sum
         names = [*(name for name in names if name != "dtotal"), operand]
     if operand in ("z", "x_z", "residual") and not both_sides:  # without gates
-        names = [name for name in names if name not in ("x_bias", "gate", "row_gate")]
+        names = [name for name in names if name not in ("x_bias", "gate")]
     of = {"ROW": of_row, "COLUMN": of_column, "NUMBER": of_number}
     saved = Arrays(**{name: of[TABLE[name].shape.name] for name in names})
     wanted = Arrays(**{operand: "float32"})
@@ -100,9 +100,8 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
 
 
 IN_EIGHT_BITS = ("y_max", "block_scale")
-OF_LINEARS = ("product",)  # which no norm by itself makes
 RESULTS_OF_TWO, RESULTS_OF_ONE = (
-    [name for name in RESULTS if name not in (*IN_EIGHT_BITS, *OF_LINEARS, others)] for others in ("mean", "x_rstd")
+    [name for name in RESULTS if name not in (*IN_EIGHT_BITS, others)] for others in ("mean", "x_rstd")
 )
 SUBSETS = [
     pytest.param(both_sides, wanted, id="-".join(("both sides" if both_sides else "one side", *wanted)))

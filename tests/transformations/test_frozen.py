@@ -105,11 +105,11 @@ NORM_LAUNCHES = {
 SUMS = "row_sums_kernel"
 FUSED_LAUNCHES = {
     ("x",): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "dx")],
-    ("scale",): [FORWARD, (BACKWARD, "shares"), ("parameters_kernel", "dscale")],
+    ("scale",): [FORWARD, (BACKWARD, "dscale"), ("parameters_kernel", "dscale")],
     ("offset", "bias"): [],
     ("kernel",): [FORWARD, (BACKWARD, "g"), ("parameters_kernel", "dkernel")],
     ("x", "bias"): [FORWARD, (SUMS, "c1", "c2", "dbias"), (BACKWARD, "dx"), ("parameters_kernel", "dbias")],
-    ("x", "scale"): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "dx", "shares"), ("parameters_kernel", "dscale")],
+    ("x", "scale"): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "dx", "dscale"), ("parameters_kernel", "dscale")],
 }
 COMPOSED_LAUNCHES = {
     ("x",): [FORWARD, (BACKWARD, "dx")],
