@@ -75,7 +75,6 @@ JUNCTION_MESH = "tests/devices/test_junction_mesh.py::"
 EXECUTED = "tests/executed/"
 PROGRAM = "tests/program/"
 CACHED = "tests/triton/test_cache.py::"
-TRUSTED = "tests/triton/test_cache_trust.py::"
 
 # Whole rows, several a tile and the last one ragged; a row in chunks.
 WHOLE = (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-float32]",)
