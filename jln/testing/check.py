@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jln._explain import inner_programs
 from jln.testing import derivatives
 from jln.testing.derivatives import Problem, gradients, slope
 from jln.testing.report import TOLERANCES, Report, Row, Tolerance
@@ -70,7 +71,7 @@ def compare(f: Callable[..., Any], own: Callable[..., Any], args: Sequence[Any],
     with truth.context():
         shapes = truth.shapes()
         cotangent = _draw(_generator(seed), shapes.values())
-        coarsest = _coarsest(_dtypes(jax.make_jaxpr(truth)(truth.floats).jaxpr) & {*TOLERANCES} or {"float64"})
+        coarsest = _coarsest(_dtypes(jax.make_jaxpr(truth)(truth.floats)) & {*TOLERANCES} or {"float64"})
         got, expected = (_outcome(p, 1, cotangent, []) for p in (dataclasses.replace(truth, f=f), truth))
     part, rows = _ALLOWED[coarsest], []
     for names, ours, theirs in zip((shapes, truth.names), got, expected, strict=True):
@@ -118,11 +119,8 @@ def _coarsest(names: Any) -> str:
     return max(names, key=lambda name: float(jnp.finfo(name).eps))
 
 
-def _dtypes(jaxpr: Any) -> set[str]:
+def _dtypes(program: Any) -> set[str]:
     """The dtypes of a program's values, those inside of its equations included."""
-    names = set()
-    for equation in jaxpr.eqns:
-        names |= {v.aval.dtype.name for v in equation.outvars if hasattr(v.aval, "dtype")}
-        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda a: hasattr(a, "eqns"))
-        names |= {name for j in inner if hasattr(j, "eqns") for name in _dtypes(getattr(j, "jaxpr", j))}
-    return names
+    values = [v.aval for equation in program.eqns for v in equation.outvars]
+    inner = [_dtypes(inner) for equation in program.eqns for inner in inner_programs(equation)]
+    return {a.dtype.name for a in values if hasattr(a, "dtype")}.union(*inner)
