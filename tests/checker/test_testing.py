@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jln
 from jln import testing
 from jln.testing import Row, Tolerance
 
@@ -247,6 +248,28 @@ def test_no_elements():
     report = testing.check_vjp(lambda x: jnp.sum(x**2), (np.ones((0, 3)),), reference=lambda x: jnp.sum(x * x))
     assert report.ok and report.row("x").compared == 0
     assert str(report).splitlines()[-1].split() == ["x", "reference", "0", "[]", "-", "-", "-", "-", "ok"]
+
+
+def norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale[None, :]
+
+
+def test_a_fused_function_is_compared_with_its_own(monkeypatch):
+    report = testing.check_fuse(norm, (X, X[0]))
+    assert report.ok and [(row.name, row.against) for row in report.rows] == [
+        ("result", "untouched"), ("x", "untouched"), ("scale", "untouched"),
+    ]  # fmt: skip
+    monkeypatch.setattr(testing, "fuse", lambda f, **_: lambda *args: f(*args) * (1 + 1e-9))
+    assert not testing.check_fuse(norm, (X, X[0])).ok
+    half = testing.check_fuse(lambda x, s: norm(x.astype("float32"), s.astype("float32")), (X, X[0]))
+    assert half.ok and " in float32," in half.title  # where 1e-9 is nothing
+
+
+def test_lost_operators_are_told():
+    f = jln.fuse(norm)
+    assert testing.assert_operators(f, (X, X[0]), {"rms_norm": 1}) is None
+    with pytest.raises(AssertionError, match=r"(?s)found \{'rms_norm': 1\}:\n  jln.rms_norm: "):
+        testing.assert_operators(f, (X, X[0]), {"rms_norm": 2})
 
 
 ERRORS = {

@@ -161,3 +161,14 @@ def test_under_others_configurations():
         assert testing.check_vjp(lambda x: jnp.sin(x.astype("float32")), (x,)).ok
         mixed = (x.astype("float32"), x.astype("bfloat16"))
         assert testing.check_hvp(lambda x, y: x * x * y.astype(x.dtype), mixed, dtype=None).ok
+
+
+def test_second_differences_are_along_the_direction():
+    """The second derivative of sin(x) y by rule is along the vector, as that of jnp is: both ways find it right."""
+    args = (X, X + 1)
+    for options in ({}, {"reference": lambda x, y: jnp.sin(x) * y}):
+        assert testing.check_hvp(lambda x, y: jnp.sin(x) * y, args, **options).ok
+    got = testing.check_hvp(lambda x: x**2 / 2, (X,)).row("x")
+    random = np.random.default_rng([0, int.from_bytes(b"jln")])
+    cotangent, direction = random.standard_normal(X.shape), random.standard_normal(X.shape)
+    np.testing.assert_allclose(got.got, (cotangent * direction)[got.index], rtol=1e-12)
