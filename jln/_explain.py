@@ -37,19 +37,25 @@ class Route(NamedTuple):
         return f"{self.layer}: {self.path} ({self.why})"
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # A function that is told of each route, with the array that the layer reads.
 Listener = Callable[[Route, Any], None]
 _listeners: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("jln_listeners", default=())
 
 
 @contextlib.contextmanager
-def listening(*listeners: Listener) -> Iterator[None]:
-    """Tell these listeners of the calls made in the context, and no others."""
-    token = _listeners.set(listeners)
+def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _listeners.reset(token)
+        variable.reset(token)
+
+
+def listening(*listeners: Listener) -> contextlib.AbstractContextManager[None]:
+    """Tell these listeners of the calls made in the context, and no others."""
+    return _set(_listeners, listeners)
 
 
 def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
@@ -67,18 +73,13 @@ def note(layer: str, path: str, why: str, read: Any = None) -> None:
         listener(Route(layer, path, why), read)
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 def listed(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator of a public operator, which has its calls listed."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            read = args[0] if args else kwargs.get("x")
-            note(f"jln.{function.__name__}", path, "called as a function", read)
+            note(f"jln.{function.__name__}", path, "called as a function", args[0] if args else kwargs.get("x"))
             return function(*args, **kwargs)
 
         return call
@@ -86,15 +87,24 @@ def listed(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-# The places of layers in the model that a question is about, by the layers' identity.
-places_known: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
-    "jln_places", default=MappingProxyType({})
-)
+# The places of layers in the models that a question is about, by the layers' identity.
+_places: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar("jln_places", default=MappingProxyType({}))
 
 
 def place(layer: Any) -> str:
     """The place of a layer in the model that a question is about; "" where it is not known."""
-    return places_known.get().get(id(layer), "")
+    return _places.get().get(id(layer), "")
+
+
+@functools.singledispatch
+def places(model: Any) -> Mapping[int, str]:
+    """The places of a model's layers by their identity; a framework's module registers its own."""
+    return {}
+
+
+def _about(*models: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which the places of these models' layers are known."""
+    return _set(_places, {**_places.get(), **{layer: at for model in models for layer, at in places(model).items()}})
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
@@ -107,7 +117,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     place are, and the norms that it left.
 
     JAX does not trace again what is under `jax.jit`. Of an object that such a function has closed over, you see the
-    state at the first call of `explain`, as JAX runs the state of the function's first call.
+    state at the first call of `explain`, as JAX runs the state of the function's first call. A Flax NNX model that is
+    changed, or that Flax transforms, is an argument: `jln.explain(lambda model, x: ..., model, x)`.
 
     Args:
       function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
@@ -120,7 +131,6 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
         of turns where that is known; a call inside of a `jax.checkpoint` with what that keeps.
 
     Raises:
-      ValueError: `function` has closed over a Flax NNX model that Flax lets it use only as an argument.
       Exception: whatever the call itself raises.
     """
     for framework, module in _REGISTERING.items():
@@ -133,36 +143,13 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     def traced(arrays):
         values = iter(arrays)
         args, kwargs = tree.unflatten([next(values) if known else a for a, known in zip(leaves, is_array, strict=True)])
-        made_again = [place for a in (*args, *kwargs.values()) for place in places(a).items()]
-        known = places_known.set({**places_known.get(), **dict(made_again)})
-        try:
+        with _about(*args, *kwargs.values()):  # which are made again, of what is traced
             call(*args, **kwargs)
-        finally:
-            places_known.reset(known)
 
-    arrays = [a for a, known in zip(leaves, is_array, strict=True) if known]
     model = inspect.unwrap(function)
-    known = places_known.set(places(getattr(model, "__self__", model)))
-    with heard_by(_written), _asked(True):
-        try:
-            program = jax.make_jaxpr(traced)(arrays)
-        except Exception as error:
-            if "trace level" not in str(error):  # of Flax, in errors of several classes
-                raise
-            raise ValueError(
-                "explain traces the function, and in a trace Flax NNX neither transforms (nnx.scan, nnx.jit, ...) nor "
-                "changes a model that the function has closed over: call jln.explain(model, x) or "
-                "jln.explain(model.method, x), or make it an argument, jln.explain(lambda model, x: ..., model, x)"
-            ) from error
-        finally:
-            places_known.reset(known)
-    return tuple(_routes_of(program.jaxpr))
-
-
-@functools.singledispatch
-def places(model: Any) -> Mapping[int, str]:
-    """The places of a model's layers by their identity; a framework's module registers its own."""
-    return {}
+    with heard_by(_written), _asked(True), _about(getattr(model, "__self__", model)):
+        program = jax.make_jaxpr(traced)([a for a, known in zip(leaves, is_array, strict=True) if known])
+    return tuple(_routes_of(program))
 
 
 # The frameworks whose models `traceable` does not know before a module of jln is imported, and that module. A model
@@ -212,16 +199,20 @@ def _primitive() -> Primitive:
     return primitive
 
 
-def _routes_of(jaxpr: Any) -> Iterator[Route]:
+def _routes_of(program: Any) -> Iterator[Route]:
     """The routes in a program, in its order, those inside of an equation at that equation's place."""
-    for equation in jaxpr.eqns:
+    for equation in program.eqns:
         if equation.primitive is _primitive():
             yield equation.params["route"]
-        within = _within(equation)
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                for route in _routes_of(value):
-                    yield route._replace(why=route.why + within)
+        for inner in inner_programs(equation):
+            for route in _routes_of(inner):
+                yield route._replace(why=route.why + _within(equation))
+
+
+def inner_programs(equation: Any) -> Iterator[Any]:
+    """The jaxprs inside of an equation, closed or not."""
+    values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns"))
+    return (value for value in values if hasattr(value, "eqns"))
 
 
 def _within(equation: Any) -> str:
@@ -238,8 +229,3 @@ def _within(equation: Any) -> str:
         kept = [what for what, is_kept in kept_by(params["policy"]).items() if is_kept]
         return f"; in a jax.checkpoint that keeps {' and '.join(kept) or 'nothing of it'}"
     return ""
-
-
-def _is_jaxpr(value: Any) -> bool:
-    """True for a jaxpr of either kind, closed or not."""
-    return hasattr(value, "eqns")

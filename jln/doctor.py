@@ -56,7 +56,6 @@ def run() -> int:
         warnings.simplefilter("always")
         tiles = _tiles(chip)
     faults += [str(warning.message) for warning in warned]
-    kernels = _compiled_kernels(faults)
     kinds = {(d.platform, d.device_kind): d for d in reversed(local)}
     packages = [(n, v or "-", "" if v else "for {}: {}".format(*PACKAGES[n])) for n, v in versions.items()]
     print_table([("package", "installed", "if you want it, in a clone of jln"), *packages])
@@ -67,7 +66,8 @@ def run() -> int:
         for name in (name for name, why in reasons.items() if why):
             print(f"{name} cannot run on {device.device_kind}: {reasons[name]}.")
     said = [f"JAX says: {complaint}" for complaint in complaints] + [f"BROKEN: {fault}" for fault in faults]
-    print(tiles, kernels, *_of_chip(chip), *said, "something is broken" if faults else "nothing is broken", sep="\n")
+    said.append("something is broken" if faults else "nothing is broken")
+    print(tiles, _compiled_kernels(), *_of_chip(chip), *said, sep="\n")
     return int(bool(faults))
 
 
@@ -185,16 +185,12 @@ def _tiles(chip: Chip | None) -> str:
     return f"Tiles of the kernels: {measured}by rules of row length, layout, dtype and chip."
 
 
-def _compiled_kernels(faults: list[str]) -> str:
+def _compiled_kernels() -> str:
     """Say where compiled kernels are kept."""
-    folder, fault = cache.folder(), cache.fault()
-    if folder is None:
-        why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
-        return f"Compiled kernels are not kept, as {why}."
-    if fault is not None:
-        faults.append(f"compiled kernels are not kept: {fault}")
-        return f"Compiled kernels are not kept in {folder}."
-    return f"Compiled kernels: {len(cache.entries())} of at most {cache.LIMIT} in {folder}."
+    if (folder := cache.folder()) is not None:
+        return f"Compiled kernels: {len(cache.entries())} of at most {cache.LIMIT} in {folder}."
+    why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
+    return f"Compiled kernels are not kept, as {why}."
 
 
 def _of_chip(chip: Chip | None) -> Iterator[str]:

@@ -5,10 +5,10 @@
     assert_vjp(my_operator, (x, scale), reference=my_operator_in_plain_jnp)
 
 Gradients under a random cotangent (a rule that ignores its cotangent is right under one of ones) are compared element
-by element with a reference's autodiff and with central differences of the function itself, extrapolated from ever
-smaller steps: Richardson, "The approximate arithmetical solution by finite differences" (1911); Ridders, "Accurate
-computation of F'(x) and F'(x)F''(x)" (1982). All of it happens in float64
-unless another dtype is asked for: differences of a float32 function have three digits, and miss real bugs.
+by element with a reference's autodiff, or without one with central differences of the function itself, extrapolated
+from ever smaller steps: Richardson, "The approximate arithmetical solution by finite differences" (1911); Ridders,
+"Accurate computation of F'(x) and F'(x)F''(x)" (1982). All of it happens in float64 unless another dtype is asked for:
+differences of a float32 function have three digits, and miss real bugs.
 
 `TOLERANCES` has the `Tolerance` for each dtype that is taken where none is given.
 """
@@ -19,13 +19,9 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jln._explain import explain
 from jln._fuse.transformation import fuse
-from jln.testing import derivatives
-from jln.testing.check import check
-from jln.testing.comparison import compared
+from jln.testing.check import check, compare
 from jln.testing.report import TOLERANCES, Report, Row, Tolerance
 
 __all__ = [
@@ -41,120 +37,79 @@ __all__ = [
     "check_vjp",
 ]
 
-# A sequence of arguments, or a function that draws one.
-Args = Sequence[Any] | Callable[[np.random.Generator], Sequence[Any]]
-
 
 def check_vjp(
     f: Callable[..., Any],
-    args: Args,
+    args: Sequence[Any],
     *,
     reference: Callable[..., Any] | None = None,
-    differences: bool = True,
     dtype: Any = "float64",
     tolerance: Tolerance | None = None,
     elements: int | None = 256,
-    seed: int | Sequence[int] = 0,
+    seed: int = 0,
 ) -> Report:
-    """Compare the reverse-mode gradients of `f` with a reference's and with central differences.
+    """Compare the reverse-mode gradients of `f` with a reference's, or with central differences of `f` itself.
 
-    An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does. Every element is
-    compared with the reference, `elements` of each argument with the differences.
+    An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does.
 
-    Gradients smaller than the absolute tolerance pass whatever they are, as a note below the table says: give arguments
-    a size near 1, or a tolerance. A sum whose terms cancel is known to few digits in the dtype of its terms, and may
-    fail there though no program could do better. The 16-bit tolerances are for single operations and chains of them: a
-    norm computed in 16 bits, whose sums cancel, fails them, and is to be checked in float64.
+    Gradients smaller than the absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance.
+    A sum whose terms cancel is known to few digits in the dtype of its terms, and may fail there though no program
+    could do better. The 16-bit tolerances are for single operations and chains of them: a norm computed in 16 bits,
+    whose sums cancel, fails them, and is to be checked in float64.
 
-    A row is "unsure" where the differences themselves lack the digits, as those of a function that computes in float32
-    inside, or of a sigmoid at 1e-30, which no step of such a size changes. It is then not `ok`, unless a reference says
-    that it is. At a kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need
-    not give.
+    A row is "unsure", and not `ok`, where the differences themselves lack the digits, as those of a function that
+    computes in float32 inside: give a reference. At a kink (relu at exactly 0) central differences are the mean of both
+    slopes, which a right rule need not give.
 
     Args:
       f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
-      args: its arguments; integers, booleans and random keys among them are held fixed, and traced: what must be static
-        is for `functools.partial`. Or a function that draws them, all of one structure and shape, from a NumPy
-        generator of each seed.
-      reference: the same function, for JAX to differentiate; its results are compared too. None: the differences alone
-        decide.
-      differences: whether to compare with central differences of `f`.
+      args: its arguments; integers, booleans and random keys among them are held fixed.
+      reference: the same function, for JAX to differentiate; its results are compared too. None: differences decide.
       dtype: the dtype to which floating arguments are cast before `f` sees them. None: as given; the values that they
         are compared with are still computed in float64, so that `f` is held to the truth and not to another's
         roundings.
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
-      elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where some are
-        left out, and there is no reference, one that is not finite is among the chosen if there is any, and all of them
-        together are compared along one random direction: a row "direction", if that is what fails.
-      seed: of the cotangent and of the choice of elements, and of `args` where it is a function. Several seeds share
-        programs that are compiled once.
+      elements: how many of an argument's elements to take differences of, chosen at random, but first those whose
+        gradient is not finite. None: all.
+      seed: of the cotangent and of the choice of elements.
 
     Returns:
-      A `Report`: `.ok`, and a row for each argument with its worst element. `str()` of it is a table. With several
-        seeds it is of the worst, and `.by_seed` has a report of each.
+      A `Report`: `.ok`, and a row for each argument with its worst element. `str()` of it is a table.
 
     Raises:
       TypeError: `f` is no function, or does not return arrays; an argument is complex, or none is floating.
-      ValueError: the dtype is unknown; the reference's results are not of the shapes of `f`'s; there is nothing to
-        compare with; a seed is no integer from 0 on; or what `args` draws differs in shape from seed to seed.
+      ValueError: the dtype is unknown; the reference's results are not of the shapes of `f`'s; or the seed is no
+        integer from 0 on.
     """
-    return check(
-        f,
-        args,
-        order=1,
-        derivative=derivatives.reverse,
-        reference=reference,
-        differences=differences,
-        dtype=dtype,
-        tolerance=tolerance,
-        elements=elements,
-        seed=seed,
-    )
+    return check(1, f, args, reference, dtype, tolerance, elements, seed)
 
 
 def check_hvp(
     f: Callable[..., Any],
-    args: Args,
+    args: Sequence[Any],
     *,
     reference: Callable[..., Any] | None = None,
-    mode: str = "reverse",
-    differences: bool = True,
     dtype: Any = "float64",
     tolerance: Tolerance | None = None,
     elements: int | None = 256,
-    seed: int | Sequence[int] = 0,
+    seed: int = 0,
 ) -> Report:
-    """Compare Hessian-vector products of `sum(cotangent * f(*args))`, with random vectors: `check_vjp` of second order.
+    """Compare Hessian-vector products of `sum(cotangent * f(*args))`, reverse over reverse, with random vectors.
 
     The differences are those of the gradient of `f` along the vector, so they tell whether the rule is differentiated
     rightly. `check_vjp` tells whether the rule is right.
 
     Args:
-      mode: "reverse" over reverse, or "forward" over reverse.
-      f, args, reference, differences, dtype, tolerance, elements, seed: as of `check_vjp`.
+      f, args, reference, dtype, tolerance, elements, seed: as of `check_vjp`.
 
     Returns:
       A `Report`, as `check_vjp`.
 
     Raises:
       TypeError: as `check_vjp`.
-      ValueError: as `check_vjp`, or the mode is unknown.
+      ValueError: as `check_vjp`.
     """
-    modes = {"reverse": derivatives.reverse, "forward": derivatives.forward_over_reverse}
-    if mode not in modes:
-        raise ValueError(f"mode must be 'reverse' or 'forward'; got {mode!r}")
-    return check(
-        f,
-        args,
-        order=2,
-        derivative=modes[mode],
-        reference=reference,
-        differences=differences,
-        dtype=dtype,
-        tolerance=tolerance,
-        elements=elements,
-        seed=seed,
-    )
+    return check(2, f, args, reference, dtype, tolerance, elements, seed)
 
 
 def check_fuse(
@@ -186,7 +141,7 @@ def check_fuse(
       TypeError: as `check_vjp`.
       ValueError: the dtype or the implementation is unknown.
     """
-    return compared(fuse(f, linears=linears, implementation=implementation), f, args, dtype=dtype, seed=seed)
+    return compare(fuse(f, linears=linears, implementation=implementation), f, args, dtype=dtype, seed=seed)
 
 
 def assert_operators(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[str, int]) -> None:
@@ -208,7 +163,7 @@ def assert_operators(f: Callable[..., Any], args: Sequence[Any], expected: Mappi
         raise AssertionError(f"expected the operators {dict(expected)}; found {dict(calls)}:{listed}")
 
 
-def assert_vjp(f: Callable[..., Any], args: Args, **options: Any) -> None:
+def assert_vjp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> None:
     """Check gradients by `check_vjp`, and raise unless the report is `ok`.
 
     Args:
@@ -221,7 +176,7 @@ def assert_vjp(f: Callable[..., Any], args: Args, **options: Any) -> None:
     _assert(check_vjp(f, args, **options))
 
 
-def assert_hvp(f: Callable[..., Any], args: Args, **options: Any) -> None:
+def assert_hvp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> None:
     """Check Hessian-vector products by `check_hvp`, and raise unless the report is `ok`.
 
     Args:

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,10 +45,6 @@ class Form:
     is_linear = property(lambda self: "kernel" in self.arrays)
     adds = property(lambda self: "add_" in self.name)  # and returns the sum, too
 
-    def __str__(self) -> str:
-        more = [*self.arrays[len(FORMS[self.name].arrays) :], *(f"{name}={value}" for name, value in self.options)]
-        return ", ".join([self.name, *more])
-
     def function(self, module: Any = _operators, **options: Any) -> Callable[..., dict[str, Any]]:
         """The operator of `jln` or of `jln.reference` as a function of its arrays in order, its results by name."""
         precise = {"precision": "highest"} if self.is_linear else {}  # a GPU's own multiplies float32 with ten bits
@@ -66,10 +62,12 @@ class Form:
         random = np.random.default_rng(seed)
 
         def drawn(name: str) -> Any:
-            in_table = TABLE[name].shape
-            shapes = {Shape.ROW: shape, Shape.COLUMN: shape[-1:]}
-            several = {Shape.KERNEL: [(shape[-1], n) for n in features], Shape.BIAS: [(n,) for n in features]}
-            sizes: list[tuple[int, ...]] = several.get(in_table) or [shapes[in_table]]
+            sizes = {
+                Shape.ROW: [shape],
+                Shape.COLUMN: [shape[-1:]],
+                Shape.KERNEL: [(shape[-1], n) for n in features],
+                Shape.BIAS: [(n,) for n in features],
+            }[TABLE[name].shape]
             of_one = "scale" in name or name == "gate"
             spread = 1 / math.sqrt(shape[-1]) if name == "kernel" else 1.0
             made = tuple((spread * random.standard_normal(s) + of_one).astype(jnp.dtype(dtype)) for s in sizes)
@@ -78,23 +76,21 @@ class Form:
         return [drawn(name) for name in self.arrays]
 
 
-def _forms() -> Iterator[Form]:
-    names = [name for name in vars(reference) if name in _operators.__all__]
-    for fullest in (False, True):
-        for name in names:
-            parameters = inspect.signature(getattr(_operators, name)).parameters.values()
-            takes = [p for p in parameters if p.name in OPERANDS]
-            usual = tuple(p.name for p in takes if p.kind is not p.KEYWORD_ONLY)
-            if not fullest:
-                yield Form(name, usual)
-            elif len(usual) < len(takes):
-                yield Form(name, usual + tuple(p.name for p in takes if p.kind is p.KEYWORD_ONLY))
-    yield Form("rms_norm_gated", ("x", "z", "scale"), (("norm_before_gate", False),))
+def _forms() -> dict[str, Form]:
+    """The operators as most models have them, and then, where they take more arrays, with all of them."""
+    usual, full = {}, {}
+    for name in (name for name in vars(reference) if name in _operators.__all__):
+        takes = [p for p in inspect.signature(getattr(_operators, name)).parameters.values() if p.name in OPERANDS]
+        first = tuple(p.name for p in takes if p.kind is not p.KEYWORD_ONLY)
+        more = tuple(p.name for p in takes if p.kind is p.KEYWORD_ONLY)
+        usual[name] = Form(name, first)
+        if more:
+            full[", ".join([name, *more])] = Form(name, first + more)
+    gate_last = Form("rms_norm_gated", ("x", "z", "scale"), (("norm_before_gate", False),))
+    return {**usual, **full, "rms_norm_gated, norm_before_gate=False": gate_last}
 
 
-FORMS: dict[str, Form] = {}
-for _form in _forms():  # as most models have them, then with all their arrays
-    FORMS[_form.name if _form.name not in FORMS else str(_form)] = _form
+FORMS = _forms()
 
 
 class Error(NamedTuple):
@@ -111,8 +107,7 @@ class Error(NamedTuple):
     @property
     def part(self) -> float:
         """The error as a part of its limit, of the two the one that is nearer to it or beyond."""
-        parts = [e / limit if limit else math.inf * e for e, limit in (self[1:3], self[3:5]) if e != 0]
-        return math.nan if any(map(math.isnan, parts)) else max(parts, default=0.0)
+        return max(e / (limit or math.ulp(0.0)) for e, limit in (self[1:3], self[3:5]))
 
     def __str__(self) -> str:
         return (

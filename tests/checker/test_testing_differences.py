@@ -28,57 +28,18 @@ def test_what_is_not_finite_is_found_beside_a_sample(value):
     assert (row.verdict, row.index, row.compared, row.size) == ("WRONG", (17, 77), 3, 5000)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_wrong_element_is_found_beside_a_sample(seed):
-    report = testing.check_vjp(sine_with(lambda g: g.at[17, 77].multiply(1.01)), (MANY,), elements=3, seed=seed)
-    (row,) = report.rows
-    assert (row.verdict, row.against, row.index, row.compared) == ("WRONG", "direction", (), 5000)
-    assert str(report).splitlines()[-1].split()[:4] == ["x", "direction", "5000", "all"]
-
-
-@pytest.mark.parametrize("f", [jnp.sin, jax.nn.relu, jax.nn.softmax, lambda x: 1 / x, lambda x: jnp.max(x, 0)])
-def test_right_rules_are_right_along_a_direction(f):
-    """Right rules pass with a sample, beside which the derivative along a direction of all elements is compared.
-
-    Some of the elements lie next to kinks and poles.
-    """
-    for dtype in ("float64", None):
-        report = testing.check_vjp(f, (MANY.astype("float32"),), elements=3, dtype=dtype, seed=range(20))
-        assert report.ok and all(row.against == "differences" for row in report.rows), report
-
-
-def test_where_zeros_would_pass_the_report_says_so():
-    """The report notes where gradients of zeros would pass too, but only if they would with every seed.
-
-    With a seed that draws larger numbers they would not.
-    """
-
-    def tiny(x):
-        return 1e-12 * x
-
-    for options in ({}, {"reference": tiny}, {"reference": tiny, "differences": False}):
-        report = testing.check_vjp(tiny, (X,), **options)
-        assert report.ok and report.row("x").small and report.rows[-1].small
-        assert str(report).splitlines()[-1].startswith("x: ok would be zeros too, ")
-    report = testing.check_vjp(lambda x: x * x, lambda random: (X * 10 ** -random.uniform(0, 30),), seed=range(9))
-    assert any(r.row("x").small for r in report.by_seed.values()) and not report.row("x").small
-    assert report.ok and "zeros" not in str(report) and "zeros" not in str(testing.check_vjp(jnp.sin, (X,)))
-    wrong = testing.check_vjp(lambda x: x, (X,), reference=tiny)
-    assert not wrong.ok and "zeros" not in str(wrong)
-
-
 @pytest.mark.parametrize(
     ("f", "size"),
-    [(jnp.sin, 1e10), (jnp.sin, 1e12), (jnp.sin, 1e15), (lambda x: x**3, 1e150), (lambda x: x**3, 1e200)],
+    [(jnp.sin, 1e10), (jnp.sin, 1e12), (jnp.sin, 1e15), (lambda x: x**3, 1e150)],
 )
 def test_differences_without_digits_are_unsure(f, size):
     """The verdict is unsure where a step is many periods long or results overflow, so that differences lack digits.
 
-    A reference knows more, unless it overflows as well. A NaN is wrong all the same.
+    A reference knows more. A NaN is wrong all the same.
     """
     report = testing.check_vjp(f, (size * X,))
     assert report.row("x").verdict == "unsure", report
-    assert testing.check_vjp(f, (size * X,), reference=f).row("x").ok or size == 1e200
+    assert testing.check_vjp(f, (size * X,), reference=f).row("x").ok
     assert testing.check_vjp(sine_with(lambda g: g * jnp.nan), (size * X,)).row("x").verdict == "WRONG"
 
 
@@ -115,21 +76,11 @@ def test_steps_of_whole_periods_do_not_decide(x):
         return jnp.sin(2 * jnp.pi * x)
 
     flat.defvjp(lambda x: (flat(x), None), lambda _, dy: (0 * dy,))
-    report = testing.check_vjp(lambda x: jnp.sin(2 * jnp.pi * x), (x,), seed=range(3))
-    assert report.ok, report
+    for seed in range(3):
+        report = testing.check_vjp(lambda x: jnp.sin(2 * jnp.pi * x), (x,), seed=seed)
+        assert report.ok, report
     assert testing.check_vjp(flat, (x,)).row("x").verdict == "WRONG"
     assert testing.check_vjp(flat, (x[-1:],)).row("x").verdict == "WRONG"
-
-
-def test_what_no_step_changes_is_unsure():
-    """The verdict is unsure where no step changes the result: a sigmoid of 1/2 does not show a change of 1e-30.
-
-    With a reference the verdict is ok, and so it is for a constant.
-    """
-    report = testing.check_vjp(jax.nn.sigmoid, (1e-30 * X,))
-    assert report.row("x").verdict == "unsure", report
-    assert testing.check_vjp(jax.nn.sigmoid, (1e-30 * X,), reference=jax.nn.sigmoid).ok
-    assert testing.check_vjp(lambda x: 1 + 0 * x, (1e-30 * X,)).ok
 
 
 def test_a_float32_function_is_checked_in_float64():
@@ -160,7 +111,7 @@ def test_functions_that_compute_in_float32_inside():
         return (z - z.mean(-1, keepdims=True)) * jax.lax.rsqrt(z.var(-1, keepdims=True) + 1e-6)
 
     assert testing.check_vjp(lambda x: jnp.tanh(x.astype("float32")), (X,)).ok
-    assert testing.check_hvp(norm, (X,), reference=norm, differences=False).ok
+    assert testing.check_hvp(norm, (X,), reference=norm).ok
 
     def cast_back(x):  # to float64, whose tolerance float32 cannot keep
         return norm(x).astype(x.dtype)
@@ -180,7 +131,7 @@ def test_functions_that_compute_in_float32_inside():
 
     wrong.defvjp(lambda x: jax.vjp(cast_back, x), lambda pullback, dy: (2 * pullback(dy)[0],))
     assert not testing.check_vjp(wrong, (X,)).ok
-    assert not testing.check_vjp(wrong, (X,), reference=cast_back, differences=False).ok
+    assert not testing.check_vjp(wrong, (X,), reference=cast_back).ok
 
 
 def test_a_sample_of_the_elements():
@@ -210,3 +161,14 @@ def test_under_others_configurations():
         assert testing.check_vjp(lambda x: jnp.sin(x.astype("float32")), (x,)).ok
         mixed = (x.astype("float32"), x.astype("bfloat16"))
         assert testing.check_hvp(lambda x, y: x * x * y.astype(x.dtype), mixed, dtype=None).ok
+
+
+def test_second_differences_are_along_the_direction():
+    """The second derivative of sin(x) y by rule is along the vector, as that of jnp is: both ways find it right."""
+    args = (X, X + 1)
+    for options in ({}, {"reference": lambda x, y: jnp.sin(x) * y}):
+        assert testing.check_hvp(lambda x, y: jnp.sin(x) * y, args, **options).ok
+    got = testing.check_hvp(lambda x: x**2 / 2, (X,)).row("x")
+    random = np.random.default_rng([0, int.from_bytes(b"jln")])
+    cotangent, direction = random.standard_normal(X.shape), random.standard_normal(X.shape)
+    np.testing.assert_allclose(got.got, (cotangent * direction)[got.index], rtol=1e-12)

@@ -3,7 +3,6 @@
 from targets import (
     CACHE,
     CACHED,
-    TRUSTED,
     Mutant,
 )
 
@@ -21,27 +20,15 @@ ENTRIES = [
         (f"{CACHED}test_entry_of_another_key_is_as_none_and_written_again",),
     ),
     Mutant(
-        "a link taken for an entry", CACHE, "os.O_NONBLOCK | os.O_NOFOLLOW", "os.O_NONBLOCK",
-        (f"{CACHED}test_a_link_is_no_entry_and_replaced",),
-    ),
-    Mutant(
-        "a folder not judged", CACHE, "_judge(os.fstat(descriptor), where,", "_judge(os.stat('/'), where,",
-        (f"{TRUSTED}test_folder_of_another_user_is_not_used",),
-    ),
-    Mutant(
-        "an entry not judged", CACHE, "        _judge(status, path, _REPLACED, _REPLACED)\n", "",
-        (f"{TRUSTED}test_entry_of_another_user_is_not_taken_but_replaced",),
+        "another user's entry taken", CACHE, "status.st_uid not in (0, os.geteuid()) or ", "",
+        (f"{CACHED}test_entry_of_another_user_is_not_taken_but_replaced",),
     ),
     Mutant(
         "what the group may write trusted", CACHE, "stat.S_IWGRP | stat.S_IWOTH", "stat.S_IWOTH",
-        (f"{TRUSTED}test_folder_that_others_may_write_is_not_used",),
+        (f"{CACHED}test_entry_that_others_may_write_is_not_taken_but_replaced",),
     ),
     Mutant(
         "root not trusted", CACHE, "not in (0, os.geteuid())", "!= os.geteuid()",
-        (f"{TRUSTED}test_roots_folder_and_entries_are_taken",),
-    ),
-    Mutant(
-        "the warning said each time", CACHE, "            _said.add(folder())\n", "",
-        (f"{TRUSTED}test_folder_of_another_user_is_not_used",),
+        (f"{CACHED}test_entry_of_root_is_taken",),
     ),
 ]  # fmt: skip

@@ -46,7 +46,6 @@ NORM_ARGUMENTS = "jln/_junction/arguments.py"
 VMAPS = "jln/_junction/vmaps.py"
 CHECK = "jln/testing/check.py"
 CHECKER = "jln/testing/derivatives.py"
-REPORT = "jln/testing/report.py"
 ROW_TERMS = "jln/_junction/kernels/row_terms.py"
 NORM_TILES = "jln/_junction/tiles.py"
 TUNING = "jln/_triton/tuning.py"
@@ -75,7 +74,6 @@ JUNCTION_MESH = "tests/devices/test_junction_mesh.py::"
 EXECUTED = "tests/executed/"
 PROGRAM = "tests/program/"
 CACHED = "tests/triton/test_cache.py::"
-TRUSTED = "tests/triton/test_cache_trust.py::"
 
 # Whole rows, several a tile and the last one ragged; a row in chunks.
 WHOLE = (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-float32]",)

@@ -352,17 +352,6 @@ def test_code_that_was_cut_is_compiled_again(written):
     assert entry.read_bytes() == good
 
 
-def test_where_others_may_write_kernels_are_compiled():
-    launched = recorded()
-    binary = lowering.compiled(launched)
-    cache.folder().chmod(0o777)
-    lowering._binaries.clear()
-    with pytest.warns(UserWarning, match="may be written by others") as said:
-        assert lowering.compiled(launched) == binary
-        lowering.compiled(recorded(kernel=other_function_kernel))
-    assert len(said) == 1 and len(cache.entries()) == 1
-
-
 @pytest.mark.parametrize("odd", [{"shared": "0"}, {"more": 1}, {"ptx": None}])
 def test_an_entry_of_another_kind_is_compiled_again(odd, monkeypatch):
     launched = recorded()

@@ -64,10 +64,6 @@ def test_doctor_says_where_compiled_kernels_are(quick, capsys, monkeypatch, tmp_
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     cache.store("key", {})
     assert f"Compiled kernels: 1 of at most {cache.LIMIT} in {tmp_path}." in run(capsys)[1]
-    tmp_path.chmod(0o770)
-    status, out = run(capsys)
-    assert status == 1 and f"BROKEN: compiled kernels are not kept: {tmp_path} may be written by others." in out
-    assert f"Run `chmod go-w {tmp_path}`" in out and f"Compiled kernels are not kept in {tmp_path}." in out
     monkeypatch.setenv(cache.VARIABLE, "")
     assert "Compiled kernels are not kept, as JLN_CACHE_DIR says." in run(capsys)[1]
 

@@ -1,6 +1,6 @@
-"""Tests of the files of compiled kernels: where they are, and that a file with anything wrong does no harm.
+"""Tests of the files of compiled kernels: where and whose they are, and that a file with anything wrong does no harm.
 
-Whose they may be is tested in test_cache_trust.py, what their names depend on in tests/program/test_launch.py.
+What their names depend on is tested in tests/program/test_launch.py.
 """
 
 import concurrent.futures
@@ -12,6 +12,7 @@ import pathlib
 import pwd
 import resource
 import shutil
+import stat
 import zlib
 
 import pytest
@@ -108,48 +109,12 @@ def test_entry_with_its_code_cut_short_is_as_none(folder):
         assert cache.load(KEY) is None
 
 
-def test_entry_of_the_former_format_is_as_none_and_written_again(folder):
-    cache.store(KEY, ENTRY)
-    (path,) = cache.entries()
-    path.write_bytes(zlib.compress(json.dumps(ENTRY).encode()))
-    assert cache.load(KEY) is None
-    cache.store(KEY, ENTRY)
-    assert cache.load(KEY) == ENTRY and cache.entries() == [path]
-
-
-@pytest.mark.parametrize("entry", [[1, 2], 3, None, "kernel"])
-def test_what_is_no_entry_is_as_none(entry, folder):
-    cache.store(KEY, entry)
-    assert len(cache.entries()) == 1 and cache.load(KEY) is None
-
-
-@pytest.mark.parametrize("text", [b"[" * 100_000, b" " * 2**25])
-def test_what_would_take_all_memory_or_all_of_the_stack_is_as_none(text, folder):
-    cache.store(KEY, ENTRY)
-    (path,) = cache.entries()
-    packed = zlib.compress(text)
-    path.write_bytes(cache._head(KEY, packed) + b"\n" + packed)
-    assert cache.load(KEY) is None
-
-
 def test_a_pipe_is_not_waited_for(folder):
     cache.store(KEY, ENTRY)
     (path,) = cache.entries()
     path.unlink()
     os.mkfifo(path)
     assert cache.load(KEY) is None
-
-
-def test_a_link_is_no_entry_and_replaced(folder, tmp_path):
-    cache.store(KEY, ENTRY)
-    (path,) = cache.entries()
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    before = (tmp_path / "elsewhere").read_bytes()
-    assert cache.load(KEY) is None
-    cache.store(KEY, ENTRY | {"shared": 1})
-    assert cache.load(KEY) == ENTRY | {"shared": 1} and not path.is_symlink()
-    assert (tmp_path / "elsewhere").read_bytes() == before
 
 
 def test_folder_may_be_a_link(folder, tmp_path):
@@ -225,25 +190,6 @@ def test_processes_that_write_at_once_read_whole_entries(folder):
     assert len(list(folder.iterdir())) == 1
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_process_that_makes_the_folder_at_the_same_time_is_no_harm(stored, folder, monkeypatch):
-    """Another process may make the folder, and store an entry, just before this one's is in its place."""
-    rename = os.rename
-
-    def late(*names):
-        monkeypatch.setattr(os, "rename", rename)
-        folder.parent.mkdir()
-        folder.mkdir(0o700)
-        if stored:
-            cache.store(OTHER_KEY, ENTRY)
-        return rename(*names)
-
-    monkeypatch.setattr(os, "rename", late)
-    cache.store(KEY, ENTRY)
-    assert cache.load(KEY) == ENTRY and len(cache.entries()) == 1 + stored
-    assert list(folder.parent.iterdir()) == [folder]
-
-
 def test_of_many_entries_the_latest_stay(folder, monkeypatch):
     monkeypatch.setattr(cache, "LIMIT", 20)
     for i in range(50):
@@ -275,3 +221,62 @@ def test_what_cannot_be_removed_keeps_no_entry_out(folder, monkeypatch):
     for key in "cdef":
         cache.store(key * 64, ENTRY)
     assert cache.load("f" * 64) == ENTRY
+
+
+SOMEBODY = 54321  # the number of a user that nobody here is
+
+
+@pytest.fixture
+def belongs(monkeypatch):
+    """Return a function that has `os.fstat` say that a file belongs to another user, as root alone could give it."""
+    owners, fstat = {}, os.fstat
+
+    def seen(descriptor):
+        status = fstat(descriptor)
+        return os.stat_result([*status[:4], owners.get(status.st_ino, status.st_uid), *status[5:10]])
+
+    monkeypatch.setattr(os, "fstat", seen)
+    return lambda path, user: owners.update({path.stat().st_ino: user})
+
+
+def test_nobody_else_may_do_anything_with_what_is_made(folder):
+    before = os.umask(0)
+    try:
+        cache.store(KEY, ENTRY)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / f"{KEY}.jln")] == [0o700, 0o600]
+
+
+def test_entry_of_another_user_is_not_taken_but_replaced(folder, belongs):
+    cache.store(KEY, ENTRY)
+    belongs(folder / f"{KEY}.jln", SOMEBODY)
+    assert cache.load(KEY) is None
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) == ENTRY
+
+
+@pytest.mark.parametrize("rights", [0o620, 0o602])
+def test_entry_that_others_may_write_is_not_taken_but_replaced(rights, folder):
+    cache.store(KEY, ENTRY)
+    (folder / f"{KEY}.jln").chmod(rights)
+    assert cache.load(KEY) is None
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) == ENTRY
+
+
+def test_entry_of_root_is_taken(folder, belongs, monkeypatch):
+    cache.store(KEY, ENTRY)
+    belongs(folder / f"{KEY}.jln", 0)
+    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+    assert cache.load(KEY) == ENTRY
+
+
+def test_several_users_share_a_folder(folder, belongs):
+    """Each takes the entries that are its own, and leaves the others in their places."""
+    folder.mkdir(parents=True)
+    folder.chmod(0o1777)
+    cache.store(KEY, ENTRY)
+    cache.store(OTHER_KEY, ENTRY)
+    belongs(folder / f"{OTHER_KEY}.jln", SOMEBODY)
+    assert cache.load(KEY) == ENTRY and cache.load(OTHER_KEY) is None
