@@ -226,9 +226,8 @@ def fuse(
 ) -> Callable[..., Any]:
     """Return what `jln.fuse` makes of a function whose arguments have Flax NNX objects in them.
 
-    What a call changes in the Variables of a Module, Rngs, Metric or Optimizer, such as counters, running statistics
-    and the keys of random numbers, is changed in the caller's: `loss = jln.nnx.fuse(loss)`, then
-    `nnx.jit(nnx.value_and_grad(loss))`.
+    What a call changes in a Module, Rngs, Metric or Optimizer, such as counters, running statistics and the keys of
+    random numbers, is changed in the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`.
 
     Args:
       function: as of `jln.fuse`; such objects may be anywhere in its arguments.
@@ -246,10 +245,13 @@ def fuse(
         return functools.partial(fuse, **options)
 
     def pure(call: _Call, state: Any, others: list[Any]) -> tuple[Any, Any]:
-        objects = nnx.merge(call.graph, state)
+        with nnx.merge_context(_FUSE, inner=True) as context:
+            objects = context.merge(call.graph, state)
         args, kwargs = call.structure.unflatten(transformation.join(objects, others, call.is_object))
         results = function(*args, **kwargs)
-        return results, nnx.state(objects)
+        with nnx.split_context(_FUSE) as context:
+            call.graph, state = context.split(objects)
+        return results, state
 
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
     fused_pure = transformation.fuse(pure, **options)
@@ -259,12 +261,19 @@ def fuse(
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda a: isinstance(a, nnx.Pytree))
         is_object = [isinstance(a, nnx.Pytree) for a in leaves]
         objects, others = transformation.part(leaves, is_object)
-        graph, state = nnx.split(objects)
-        results, state = fused_pure(_Call(graph, structure, is_object), state, others)
-        nnx.update(objects, state)
+        with nnx.update_context(_FUSE):
+            with nnx.split_context(_FUSE) as context:
+                graph, state = context.split(objects)
+            call = _Call(graph, structure, is_object)
+            results, state = fused_pure(call, state, others)
+            with nnx.merge_context(_FUSE, inner=False) as context:
+                context.merge(call.graph, state)  # into the caller's objects
         return results
 
     return fused
+
+
+_FUSE = "jln.fuse"  # the name of Flax's context, in which it knows an object from its copy inside of a function
 
 
 @dataclasses.dataclass
