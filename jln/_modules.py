@@ -53,25 +53,23 @@ ReadNorm = Callable[[Any], Norm | str]
 ReadLinears = Callable[[Any], Linears | str]
 
 
-def import_message(module: str, framework: str, extra: str) -> str:
-    """The message of a module's ImportError."""
-    return f'{module} needs {framework}: pip install -e ".[{extra}]" in a clone of jln'
-
-
 def is_last(axes: int | Iterable[int] | slice, x: jax.Array) -> bool:
     """Tell whether axes, as Flax and Haiku take them, are the last axis of x alone."""
     return (tuple(axes) if isinstance(axes, Iterable) else (axes,)) in ((-1,), (x.ndim - 1,))
 
 
-def norm(name: str, x: Any, residual: Any, read: ReadNorm, own: Callable[[Any], Any]) -> Any:
+def norm(
+    name: str, x: Any, residual: Any, read: ReadNorm, own: Callable[[Any], Any], *, initialising: bool = False
+) -> Any:
     """Compute the call of a norm: `y`, or with a residual `(y, total)` of the norm of `total = x + residual`.
 
     name: the module's, as `explain` lists it.
     read: reads the norm of total.
     own: the framework's own code, a function of total.
+    initialising: whether the parameters are to be made, which the framework's own code does.
     """
     total = _sum(x, residual)
-    terms = _read_norm(total, read)
+    terms = "the framework's own code makes the parameters" if initialising else _read_norm(total, read)
     if isinstance(terms, str):
         note(name, "plain", terms, total)
         y = own(total)
@@ -87,24 +85,36 @@ def norm_and_linears(
     x: Any,
     residual: Any,
     quantize: Quantize,
+    layers: tuple[Callable[[Any], Any], Sequence[Callable[[Any], Any]]],
     read_norm: ReadNorm,
     read_linears: ReadLinears,
-    own: Callable[[Any], tuple[Any, ...]],
+    *,
     several: bool,
+    initialising: bool = False,
 ) -> Any:
     """Compute the call of a norm and the Linears behind it: `y`, or with a residual `(y, total)`.
 
-    own: the framework's own layers, a function of total. It returns the result of each Linear.
+    layers: the framework's own, the norm and the Linears. They are called one after the other where the operators
+      cannot compute the call.
     several: whether `y` is a tuple.
+    initialising: whether the layers must be called to make their parameters.
     """
     total = _sum(x, residual)
+
+    def by_layers() -> Any:
+        norm, linears = layers
+        z = norm(total)
+        ys = tuple(linear(z) for linear in linears)
+        return ys if several else ys[0]
+
+    if initialising:
+        by_layers()
     terms = _read_pair(total, read_norm, read_linears)
     if isinstance(terms, str):
         if quantize is not None:
             raise ValueError(f"quantize={quantize!r} is of jln's operators, which cannot compute this call: {terms}")
         note(name, "plain", terms, total)
-        ys = own(total)
-        y = ys if several else ys[0]
+        y = by_layers()
     else:
         note(name, "fused", _WHOLE, total)
         norm, linears = terms
@@ -112,8 +122,8 @@ def norm_and_linears(
             kernel=tuple(jnp.asarray(a, norm.dtype) for a in linears.kernels),
             bias=tuple(None if a is None else jnp.asarray(a, norm.dtype) for a in linears.biases),
         )
-        in_bits = {"precision": linears.precision, "quantize": quantize, "forward_mode": quantize is None}
-        results = _results(norm, arrays, **in_bits)
+        options = {"precision": linears.precision, "quantize": quantize, "forward_mode": quantize is None}
+        results = _results(norm, arrays, **options)
         y = results.y if several else results.y[0]
         y = y if results.y_max is None else Scaled(y, results.y_max)
         total = results.total

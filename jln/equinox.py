@@ -13,14 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from jln import _explain, _modules
-
-try:
-    import equinox as eqx
-except ImportError as error:
-    raise ImportError(_modules.import_message("jln.equinox", "Equinox", "equinox")) from error
 
 __all__ = ["LayerNorm", "RMSNorm"]
 

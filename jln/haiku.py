@@ -17,15 +17,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import haiku as hk
 import jax
 import numpy as np
 
 from jln import _explain, _modules
-
-try:
-    import haiku as hk
-except ImportError as error:
-    raise ImportError(_modules.import_message("jln.haiku", "Haiku", "haiku")) from error
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
@@ -48,14 +44,10 @@ class LayerNorm(hk.LayerNorm):
           scale, offset: as of `haiku.LayerNorm`, whose code then runs.
           residual: the inputs' shape. The norm is of `total = inputs + residual`, which is made and read once.
         """
-
-        def read(x: jax.Array) -> _modules.Norm | str:
-            if scale is not None or offset is not None:
-                return "scale or offset is given: jln.layer_norm takes them"
-            return _in_init() or self._read(x)
-
-        own = functools.partial(super().__call__, scale=scale, offset=offset)
-        return _modules.norm(_name(self, "LayerNorm"), inputs, residual, read, own)
+        given = None if scale is None and offset is None else "scale or offset is given: jln.layer_norm takes them"
+        name, own = _name(self, "LayerNorm"), functools.partial(super().__call__, scale=scale, offset=offset)
+        read = lambda x: given or self._read(x)  # noqa: E731
+        return _modules.norm(name, inputs, residual, read, own, initialising=hk.running_init())
 
     def _read(self, x: jax.Array) -> _modules.Norm | str:
         return _read_norm(self, x)
@@ -70,8 +62,8 @@ class RMSNorm(hk.RMSNorm):
         Args:
           inputs, residual: as of `LayerNorm`.
         """
-        own = super().__call__
-        return _modules.norm(_name(self, "RMSNorm"), inputs, residual, lambda x: _in_init() or self._read(x), own)
+        name, own = _name(self, "RMSNorm"), super().__call__
+        return _modules.norm(name, inputs, residual, self._read, own, initialising=hk.running_init())
 
     def _read(self, x: jax.Array) -> _modules.Norm | str:
         return _read_norm(self, x)
@@ -113,15 +105,6 @@ class _NormLinear(hk.Module):
         norm = self.make_norm()
         linears = [_Linear(n, **self.linear_options, name=name) for name, n in sizes.items()]
 
-        def own(x: jax.Array) -> tuple[jax.Array, ...]:
-            z = norm(x)
-            return tuple(linear(z, precision=precision) for linear in linears)
-
-        def read_norm(x: jax.Array) -> _modules.Norm | str:
-            if hk.running_init():  # Haiku's modules make the parameters
-                own(x)
-            return norm._read(x)
-
         def read_linears(x: jax.Array) -> _modules.Linears:
             kernels, biases = zip(*(linear._read(x) for linear in linears), strict=True)
             return _modules.Linears(kernels, biases, precision=precision)
@@ -131,10 +114,11 @@ class _NormLinear(hk.Module):
             inputs,
             residual,
             quantize,
-            read_norm,
+            (norm, [functools.partial(linear, precision=precision) for linear in linears]),
+            norm._read,
             read_linears,
-            own,
-            several,
+            several=several,
+            initialising=hk.running_init(),
         )
 
 
@@ -211,10 +195,6 @@ def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array) -> _modules.Norm | str:
     scale, offset = (hk.get_parameter(name, x.shape[-1:], x.dtype) if used[name] else None for name in used)
     epsilon = float(np.asarray(layer.eps, x.dtype))  # Haiku adds it in the dtype of the inputs
     return _modules.Norm(scale, offset, epsilon, subtract_mean)
-
-
-def _in_init() -> str | None:
-    return "Haiku's own code makes the parameters" if hk.running_init() else None
 
 
 def _name(module: hk.Module, kind: str) -> str:

@@ -17,14 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import initializers
 
 from jln import _explain, _modules
-
-try:
-    from flax import linen as nn
-    from flax.linen import initializers
-except ImportError as error:
-    raise ImportError(_modules.import_message("jln.linen", "Flax", "flax")) from error
 
 __all__ = ["LayerNorm", "LayerNormDense", "RMSNorm", "RMSNormDense"]
 
@@ -79,19 +75,11 @@ class _NormDense(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        quantize: Any = None,
-    ) -> Any:
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None, quantize: Any = None) -> Any:
         """Return `y` `[..., *features]`, of several Denses a tuple in their order; with a residual `(y, total)`.
 
         Args:
           x: `[..., H]`.
-          mask: as of the norm, which Flax's own code then computes.
           residual: as of the norm.
           quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
             and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
@@ -100,27 +88,18 @@ class _NormDense(nn.Module):
         norm = self._norm(epsilon=self.epsilon, use_scale=self.use_scale, scale_init=self.scale_init, **both)
         options = {"use_bias": self.use_bias, "kernel_init": self.kernel_init, "bias_init": self.bias_init}
         several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
-        named: Any = self.features if several else [("dense", self.features)]
-        denses = [nn.DenseGeneral(n, precision=self.precision, name=name, **options, **both) for name, n in named]
-
-        def own(x: jax.Array) -> tuple[jax.Array, ...]:
-            z = norm(x, mask=mask)
-            return tuple(dense(z) for dense in denses)
-
-        def read_norm(x: jax.Array) -> _modules.Norm | str:
-            if self.is_initializing():  # Flax's layers make the parameters
-                own(x)
-            return _read_norm(norm, x, mask)
-
+        sizes: Any = self.features if several else [("dense", self.features)]
+        denses = [nn.DenseGeneral(n, precision=self.precision, name=name, **options, **both) for name, n in sizes]
         return _modules.norm_and_linears(
             _name(self, type(self).__name__),
             x,
             residual,
             quantize,
-            read_norm,
+            (norm, denses),
+            lambda x: _read_norm(norm, x),
             lambda x: _read_denses(denses, x),
-            own,
-            several,
+            several=several,
+            initialising=self.is_initializing(),
         )
 
 
@@ -165,7 +144,7 @@ class RMSNormDense(_NormDense):
         return RMSNorm(name="norm", **options)
 
 
-def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None) -> _modules.Norm | str:
+def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None = None) -> _modules.Norm | str:
     if mask is not None:
         return "mask is given"
     if layer.axis_name is not None:

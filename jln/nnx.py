@@ -19,15 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes, linear
 
 from jln import _explain, _modules
 from jln._fuse import transformation
-
-try:
-    from flax import nnx
-    from flax.nnx.nn import dtypes, linear
-except ImportError as error:
-    raise ImportError(_modules.import_message("jln.nnx", "Flax", "flax")) from error
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear", "fuse"]
 
@@ -78,43 +74,31 @@ class _NormLinear(nnx.Module):
             cls: Any = nnx.Linear if isinstance(n, int) else nnx.LinearGeneral
             setattr(self, name, cls(in_features, n, **options))
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        quantize: Any = None,
-    ) -> Any:
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None, quantize: Any = None) -> Any:
         """Return `y` `[..., *features]`, of several Linears a tuple in their order; with a residual `(y, total)`.
 
         Args:
           x: `[..., H]`.
-          mask: as of the norm, which Flax's own code then computes.
           residual: as of the norm.
           quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
             and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
         """
         linears = [getattr(self, name) for name in self.names]
 
-        def own(x: jax.Array) -> tuple[jax.Array, ...]:
-            z = self.norm(x, mask=mask)
-            return tuple(layer(z) for layer in linears)
-
         def read_norm(x: jax.Array) -> _modules.Norm | str:
             if any(type(a) not in (LayerNorm, RMSNorm, nnx.Linear, nnx.LinearGeneral) for a in (self.norm, *linears)):
                 return "a layer has been replaced"
-            return _read_norm(self.norm, x, mask)
+            return _read_norm(self.norm, x)
 
         return _modules.norm_and_linears(
             _name(self, type(self).__name__),
             x,
             residual,
             quantize,
+            (self.norm, linears),
             read_norm,
             lambda x: _read_linears(linears),
-            own,
-            self.several,
+            several=self.several,
         )
 
 
@@ -196,7 +180,7 @@ class RMSNormLinear(_NormLinear):
         super().__init__(norm, in_features, out_features, **options, **both)
 
 
-def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None) -> _modules.Norm | str:
+def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None = None) -> _modules.Norm | str:
     if mask is not None:
         return "mask is given"
     if layer.axis_name is not None:

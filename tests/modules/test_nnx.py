@@ -43,14 +43,6 @@ def test_fast_variance_is_not_copied():
     assert error[ours.LayerNorm] <= 2 * 3000 * np.finfo("float32").eps
 
 
-def test_linear_with_a_mask():
-    x = normal(0, SHAPE, "float32")
-    masked = ours.LayerNormLinear(8, 5, rngs=nnx.Rngs(0))
-    rngs = nnx.Rngs(0)
-    norm, linear = nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
-    np.testing.assert_array_equal(masked(x, mask=MASK), linear(norm(x, mask=MASK)))
-
-
 def test_metadata_is_flaxs():
     with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
         made = [
