@@ -1,4 +1,4 @@
-"""What the modules of all frameworks share: a call by the operators, or by the framework's own code.
+"""The calls of all frameworks' modules: by the operators, or by the framework's own code.
 
 A module is its framework's class with another call. It puts its arguments and parameters in the operators' terms, or
 says in a few words why the framework's own code must run. `explain` lists which of the two a call took.

@@ -60,7 +60,7 @@ class RMSNorm(eqx.nn.RMSNorm):
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          x, state, key, residual: as of `LayerNorm`.
+          x, state, key, residual: those of a call of `LayerNorm`.
         """
         y = _modules.norm(_name(self, "RMSNorm"), x, residual, lambda x: _read(self, x), super().__call__)
         return y if state is _ABSENT else (y, state)

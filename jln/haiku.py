@@ -60,7 +60,7 @@ class RMSNorm(hk.RMSNorm):
         """Return `y` of the inputs' shape, their norm; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          inputs, residual: as of `LayerNorm`.
+          inputs, residual: those of a call of `LayerNorm`.
         """
         name, own = _name(self, "RMSNorm"), super().__call__
         return _modules.norm(name, inputs, residual, self._read, own, initialising=hk.running_init())
@@ -164,8 +164,11 @@ class LayerNormLinear(_NormLinear):
 class RMSNormLinear(_NormLinear):
     """An RMSNorm over the last axis and the Linear behind it, as one operator that keeps only the inputs.
 
-    Names, parameters and arguments are those of `LayerNormLinear` without `create_offset` and `offset_init`. The norm
-    is the module "rms_norm".
+    Parameters and initial values are those of Haiku's two modules, "rms_norm" and "linear". Several Linears may read
+    one norm, as of `LayerNormLinear`.
+
+    Args:
+      output_size, create_scale, eps, scale_init, with_bias, w_init, b_init, name: as of `LayerNormLinear`.
     """
 
     def __init__(

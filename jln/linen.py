@@ -49,7 +49,7 @@ class RMSNorm(nn.RMSNorm):
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          x, mask, residual: as of `LayerNorm`.
+          x, mask, residual: those of a call of `LayerNorm`.
         """
         own = functools.partial(super().__call__, mask=mask)
         return _modules.norm(_name(self, "RMSNorm"), x, residual, lambda x: _read_norm(self, x, mask), own)

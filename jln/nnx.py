@@ -50,7 +50,7 @@ class RMSNorm(nnx.RMSNorm):
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          x, mask, residual: as of `LayerNorm`.
+          x, mask, residual: those of a call of `LayerNorm`.
         """
         own = functools.partial(super().__call__, mask=mask)
         return _modules.norm(_name(self, "RMSNorm"), x, residual, lambda x: _read_norm(self, x, mask), own)
@@ -154,8 +154,12 @@ class LayerNormLinear(_NormLinear):
 class RMSNormLinear(_NormLinear):
     """An `RMSNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
 
-    Names, parameters and arguments are those of `LayerNormLinear` without `use_offset` and `offset_init`, which an
-    RMSNorm does not have.
+    Its parameters are `norm.scale`, `linear.kernel` and `linear.bias`. Several Linears may read one norm, as of
+    `LayerNormLinear`.
+
+    Args:
+      in_features, out_features, epsilon, use_scale, scale_init, use_bias, kernel_init, bias_init, precision, dtype,
+        param_dtype, rngs: as of `LayerNormLinear`.
     """
 
     def __init__(
