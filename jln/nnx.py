@@ -158,8 +158,8 @@ class RMSNormLinear(_NormLinear):
     `LayerNormLinear`.
 
     Args:
-      in_features, out_features, epsilon, use_scale, scale_init, use_bias, kernel_init, bias_init, precision, dtype,
-        param_dtype, rngs: as of `LayerNormLinear`.
+      in_features, out_features, epsilon, use_scale, scale_init: as of `LayerNormLinear`.
+      use_bias, kernel_init, bias_init, precision, dtype, param_dtype, rngs: as of `LayerNormLinear`.
     """
 
     def __init__(
