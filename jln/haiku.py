@@ -46,8 +46,9 @@ class LayerNorm(hk.LayerNorm):
         """
         given = None if scale is None and offset is None else "scale or offset is given: jln.layer_norm takes them"
         name, own = _name(self, "LayerNorm"), functools.partial(super().__call__, scale=scale, offset=offset)
-        read = lambda x: given or self._read(x)  # noqa: E731
-        return _modules.norm(name, inputs, residual, read, own, initialising=hk.running_init())
+        return _modules.norm(
+            name, inputs, residual, lambda x: given or self._read(x), own, initialising=hk.running_init()
+        )
 
     def _read(self, x: jax.Array) -> _modules.Norm | str:
         return _read_norm(self, x)
@@ -70,6 +71,8 @@ class RMSNorm(hk.RMSNorm):
 
 
 class _Linear(hk.Linear):
+    """A Linear with a method that reads its parameters, which so have its name and go through the user's getters."""
+
     def _read(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         w = hk.get_parameter("w", [x.shape[-1], self.output_size], x.dtype)
         b = hk.get_parameter("b", [self.output_size], x.dtype) if self.with_bias else None
