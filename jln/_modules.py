@@ -58,18 +58,16 @@ def is_last(axes: int | Iterable[int] | slice, x: jax.Array) -> bool:
     return (tuple(axes) if isinstance(axes, Iterable) else (axes,)) in ((-1,), (x.ndim - 1,))
 
 
-def norm(
-    name: str, x: Any, residual: Any, read: ReadNorm, own: Callable[[Any], Any], *, initialising: bool = False
-) -> Any:
+def norm(name: str, x: Any, residual: Any, read: ReadNorm, own: Callable[[Any], Any], *, in_init: bool = False) -> Any:
     """Compute the call of a norm: `y`, or with a residual `(y, total)` of the norm of `total = x + residual`.
 
     name: the module's, as `explain` lists it.
     read: reads the norm of total.
     own: the framework's own code, a function of total.
-    initialising: whether the parameters are to be made, which the framework's own code does.
+    in_init: whether the parameters are to be made, which the framework's own code does.
     """
     total = _sum(x, residual)
-    terms = "the framework's own code makes the parameters" if initialising else _read_norm(total, read)
+    terms = "the framework's own code makes the parameters" if in_init else _read_norm(total, read)
     if isinstance(terms, str):
         note(name, "plain", terms, total)
         y = own(total)
@@ -90,14 +88,14 @@ def norm_and_linears(
     read_linears: ReadLinears,
     *,
     several: bool,
-    initialising: bool = False,
+    in_init: bool = False,
 ) -> Any:
     """Compute the call of a norm and the Linears behind it: `y`, or with a residual `(y, total)`.
 
     layers: the framework's own, the norm and the Linears. They are called one after the other where the operators
       cannot compute the call.
     several: whether `y` is a tuple.
-    initialising: whether the layers must be called to make their parameters.
+    in_init: whether the layers must be called to make their parameters.
     """
     total = _sum(x, residual)
 
@@ -107,7 +105,7 @@ def norm_and_linears(
         ys = tuple(linear(z) for linear in linears)
         return ys if several else ys[0]
 
-    if initialising:
+    if in_init:
         by_layers()
     terms = _read_pair(total, read_norm, read_linears)
     if isinstance(terms, str):

@@ -46,9 +46,7 @@ class LayerNorm(hk.LayerNorm):
         """
         given = None if scale is None and offset is None else "scale or offset is given: jln.layer_norm takes them"
         name, own = _name(self, "LayerNorm"), functools.partial(super().__call__, scale=scale, offset=offset)
-        return _modules.norm(
-            name, inputs, residual, lambda x: given or self._read(x), own, initialising=hk.running_init()
-        )
+        return _modules.norm(name, inputs, residual, lambda x: given or self._read(x), own, in_init=hk.running_init())
 
     def _read(self, x: jax.Array) -> _modules.Norm | str:
         return _read_norm(self, x)
@@ -64,7 +62,7 @@ class RMSNorm(hk.RMSNorm):
           inputs, residual: those of a call of `LayerNorm`.
         """
         name, own = _name(self, "RMSNorm"), super().__call__
-        return _modules.norm(name, inputs, residual, self._read, own, initialising=hk.running_init())
+        return _modules.norm(name, inputs, residual, self._read, own, in_init=hk.running_init())
 
     def _read(self, x: jax.Array) -> _modules.Norm | str:
         return _read_norm(self, x)
@@ -121,7 +119,7 @@ class _NormLinear(hk.Module):
             norm._read,
             read_linears,
             several=several,
-            initialising=hk.running_init(),
+            in_init=hk.running_init(),
         )
 
 
@@ -211,7 +209,7 @@ def _name(module: hk.Module, kind: str) -> str:
 @_explain.traceable.register(hk.Transformed)
 @_explain.traceable.register(hk.TransformedWithState)
 def _(model: Any) -> Callable[..., Any]:
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
         with _explain.unasked():  # of the call that makes the parameters, in which nothing is fused
             variables = model.init(key, *args, **kwargs)
@@ -219,4 +217,4 @@ def _(model: Any) -> Callable[..., Any]:
         rng = (key,) if "rng" in inspect.signature(model.apply).parameters else ()  # not of hk.without_apply_rng
         return model.apply(*variables, *rng, *args, **kwargs)
 
-    return traced
+    return call

@@ -99,7 +99,7 @@ class _NormDense(nn.Module):
             lambda x: _read_norm(norm, x),
             lambda x: _read_denses(denses, x),
             several=several,
-            initialising=self.is_initializing(),
+            in_init=self.is_initializing(),
         )
 
 
@@ -182,11 +182,11 @@ def _name(layer: nn.Module, kind: str) -> str:
 
 @_explain.traceable.register(nn.Module)
 def _(model: nn.Module) -> Callable[..., Any]:
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
         rngs = {"params": key, "dropout": key}
         with _explain.unasked():  # of the call that makes the variables, in which nothing is fused
             variables = model.init(rngs, *args, **kwargs)
         return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
 
-    return traced
+    return call

@@ -242,10 +242,10 @@ def fuse(
         return results, state
 
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
-    fused_pure = transformation.fuse(pure, **options)
+    program = transformation.fuse(pure, **options)
 
     @functools.wraps(function)
-    def fused(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda a: isinstance(a, nnx.Pytree))
         is_object = [isinstance(a, nnx.Pytree) for a in leaves]
         objects, others = transformation.part(leaves, is_object)
@@ -253,12 +253,12 @@ def fuse(
             with nnx.split_context(_FUSE) as context:
                 graph, state = context.split(objects)
             call = _Call(graph, structure, is_object)
-            results, state = fused_pure(call, state, others)
+            results, state = program(call, state, others)
             with nnx.merge_context(_FUSE, inner=False) as context:
                 context.merge(call.graph, state)  # into the caller's objects
         return results
 
-    return fused
+    return wrapper
 
 
 _FUSE = "jln.fuse"  # the name of Flax's context, in which it knows an object from its copy inside of a function

@@ -246,7 +246,7 @@ EIGHT_BITS = [
     Mutant(
         "a module that makes no parameters where it quantises",
         MODULE,
-        "    if initialising:\n        by_layers()",
+        "    if in_init:\n        by_layers()",
         "    if False:\n        by_layers()",
         (f"{MODULES}test_linears[blocks-linen-RMSNormLinear]",),
     ),
