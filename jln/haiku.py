@@ -3,46 +3,30 @@
     from jln.haiku import LayerNorm, RMSNorm    # instead of: from haiku import LayerNorm, RMSNorm
 
 Constructors, parameters, initial values, module names and checkpoints are Haiku's own: the classes are Haiku's with
-another call. A call that the operators cannot compute (parameters on axes that are not normalised, ...) runs Haiku's
-own code; `jln.explain` tells which of the two a call takes, and why. Haiku computes in the dtype of its inputs,
-rounding every intermediate of a 16-bit input to 16 bits, and its `use_fast_variance=True` loses the variance of a row
-whose mean is large against its spread; here all is in float32, rounded once, and the variance is two-pass.
+another call. A call that the operators cannot compute runs Haiku's own code: one with `scale` or `offset`, or over
+other axes than the last. So does `init`, which makes the parameters. `jln.explain` tells which of the two a call takes,
+and why. Haiku computes in the dtype of its inputs, rounding every intermediate of a 16-bit input to 16 bits, and its
+`use_fast_variance=True` loses the variance of a row whose mean is large against its spread. Here all is in float32,
+rounded once, and the variance is two-pass.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jln import _explain, _modules
 
-try:
-    import haiku as hk
-except ImportError as error:
-    raise ImportError(_modules.missing("jln.haiku", "Haiku", "haiku")) from error
-
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
-# Haiku's own classes, even where somebody puts ours in their place later.
-HaikuLayerNorm = hk.LayerNorm
-HaikuRMSNorm = hk.RMSNorm
 
-
-class _Read(hk.Module):
-    """A module whose parameters another module reads, under this one's name and through the user's getters."""
-
-    def parameter(self, name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
-        return _parameter(name, shape, dtype, init)
-
-
-class LayerNorm(HaikuLayerNorm):
+class LayerNorm(hk.LayerNorm):
     """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(
@@ -57,33 +41,48 @@ class LayerNorm(HaikuLayerNorm):
 
         Args:
           inputs: `[..., H]`, or as `axis` says.
-          scale: broadcasts against the inputs, as of `haiku.LayerNorm`.
-          offset: broadcasts against the inputs, as of `haiku.LayerNorm`.
+          scale, offset: as of `haiku.LayerNorm`, whose code then runs.
           residual: the inputs' shape. The norm is of `total = inputs + residual`, which is made and read once.
         """
-        return _HAIKU.norm(self, inputs, residual, scale=scale, offset=offset)
+        given = None if scale is None and offset is None else "scale or offset is given: jln.layer_norm takes them"
+        name, own = _name(self, "LayerNorm"), functools.partial(super().__call__, scale=scale, offset=offset)
+        return _modules.norm(name, inputs, residual, lambda x: given or self._read(x), own, in_init=hk.running_init())
+
+    def _read(self, x: jax.Array) -> _modules.Norm | str:
+        return _read_norm(self, x)
 
 
-class RMSNorm(HaikuRMSNorm):
+class RMSNorm(hk.RMSNorm):
     """`haiku.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> Any:
         """Return `y` of the inputs' shape, their norm; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          inputs: `[..., H]`, or as `axis` says.
-          residual: the inputs' shape. The norm is of `total = inputs + residual`, which is made and read once.
+          inputs, residual: those of a call of `LayerNorm`.
         """
-        return _HAIKU.norm(self, inputs, residual)
+        name, own = _name(self, "RMSNorm"), super().__call__
+        return _modules.norm(name, inputs, residual, self._read, own, in_init=hk.running_init())
+
+    def _read(self, x: jax.Array) -> _modules.Norm | str:
+        return _read_norm(self, x)
+
+
+class _Linear(hk.Linear):
+    """A Linear with a method that reads its parameters, which so have its name and go through the user's getters."""
+
+    def _read(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        w = hk.get_parameter("w", [x.shape[-1], self.output_size], x.dtype)
+        b = hk.get_parameter("b", [self.output_size], x.dtype) if self.with_bias else None
+        return w, b
 
 
 class _NormLinear(hk.Module):
     """A norm over the last axis, and behind it a Linear named "linear", or several by their own names."""
 
-    _norm: Callable[..., Any]  # makes it
-    _linears: Mapping[str, Callable[..., Any]]  # make them
-    _several: bool
-    _quantize: Any
+    make_norm: Callable[[], LayerNorm | RMSNorm]
+    linear_options: Mapping[str, Any]
+    output_size: int | Mapping[str, int]
 
     def __call__(
         self,
@@ -102,11 +101,25 @@ class _NormLinear(hk.Module):
           quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
             and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
         """
-        linears = {name: make() for name, make in self._linears.items()}
-        several, of_linears = self._several, {"precision": precision}
-        quantize = self._quantize if quantize is None else quantize
-        return _HAIKU.linears(
-            self, self._norm(), linears, inputs, residual, quantize, several=several, of_linears=of_linears
+        several = isinstance(self.output_size, Mapping)
+        sizes = self.output_size if isinstance(self.output_size, Mapping) else {"linear": self.output_size}
+        norm = self.make_norm()
+        linears = [_Linear(n, **self.linear_options, name=name) for name, n in sizes.items()]
+
+        def read_linears(x: jax.Array) -> _modules.Linears:
+            kernels, biases = zip(*(linear._read(x) for linear in linears), strict=True)
+            return _modules.Linears(kernels, biases, precision=precision)
+
+        return _modules.norm_and_linears(
+            _name(self, type(self).__name__),
+            inputs,
+            residual,
+            quantize,
+            (norm, [functools.partial(linear, precision=precision) for linear in linears]),
+            norm._read,
+            read_linears,
+            several=several,
+            in_init=hk.running_init(),
         )
 
 
@@ -120,20 +133,18 @@ class LayerNormLinear(_NormLinear):
         q, k, v = layer(x)
         (q, k, v), total = layer(x, residual=residual)  # of total = x + residual
 
-    Where both are one operator the two modules are not called, and interceptors see only how their parameters are read.
+    Where all are one operator the modules are not called, and interceptors see only how their parameters are read.
 
     Args:
-      output_size: as of `haiku.Linear`. For several Linears a mapping from each one's name to its size, or to a mapping
-        of the arguments in which it differs from the others, as `{"output_size": 256, "with_bias": False}`.
+      output_size: as of `haiku.Linear`. For several Linears a mapping from each one's name to its size.
       create_scale, create_offset, eps, scale_init, offset_init: as of `haiku.LayerNorm`.
       with_bias, w_init, b_init: as of `haiku.Linear`.
       name: of the module.
-      quantize: of calls that give none: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`.
     """
 
     def __init__(
         self,
-        output_size: int | Mapping[str, int | Mapping[str, Any]],
+        output_size: int | Mapping[str, int],
         create_scale: bool = True,
         create_offset: bool = True,
         eps: float = 1e-5,
@@ -143,16 +154,12 @@ class LayerNormLinear(_NormLinear):
         w_init: hk.initializers.Initializer | None = None,
         b_init: hk.initializers.Initializer | None = None,
         name: str | None = None,
-        *,
-        quantize: Any = None,
     ):
         super().__init__(name=name)
-        self._quantize = quantize
         norm = (-1, create_scale, create_offset, eps, scale_init, offset_init)
-        self._norm = functools.partial(_ReadLayerNorm, *norm, param_axis=-1, name="layer_norm")
-        self._several = isinstance(output_size, Mapping)
-        options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
-        self._linears = _makers(output_size, LayerNormLinear, "layer_norm", options)
+        self.make_norm = functools.partial(LayerNorm, *norm, param_axis=-1, name="layer_norm")
+        self.linear_options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
+        self.output_size = output_size
 
 
 class RMSNormLinear(_NormLinear):
@@ -162,13 +169,12 @@ class RMSNormLinear(_NormLinear):
     one norm, as of `LayerNormLinear`.
 
     Args:
-      create_scale, eps, scale_init: as of `haiku.RMSNorm`.
-      output_size, with_bias, w_init, b_init, name, quantize: as of `LayerNormLinear`.
+      output_size, create_scale, eps, scale_init, with_bias, w_init, b_init, name: as of `LayerNormLinear`.
     """
 
     def __init__(
         self,
-        output_size: int | Mapping[str, int | Mapping[str, Any]],
+        output_size: int | Mapping[str, int],
         create_scale: bool = True,
         eps: float = 1e-5,
         scale_init: hk.initializers.Initializer | None = None,
@@ -176,141 +182,39 @@ class RMSNormLinear(_NormLinear):
         w_init: hk.initializers.Initializer | None = None,
         b_init: hk.initializers.Initializer | None = None,
         name: str | None = None,
-        *,
-        quantize: Any = None,
     ):
         super().__init__(name=name)
-        self._quantize = quantize
-        self._norm = functools.partial(_ReadRMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
-        self._several = isinstance(output_size, Mapping)
-        options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
-        self._linears = _makers(output_size, RMSNormLinear, "rms_norm", options)
+        self.make_norm = functools.partial(RMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
+        self.linear_options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
+        self.output_size = output_size
 
 
-class _ReadLayerNorm(_Read, LayerNorm):
-    pass
+def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array) -> _modules.Norm | str:
+    if not all(_modules.is_last(axes, x) for axes in (layer.axis, layer.param_axis)):
+        return "the norm is not over the last axis alone"
+    if type(layer.eps) not in (int, float):  # numpy's promote what Haiku's RMSNorm adds them to
+        return f"eps is a {type(layer.eps).__name__}"
+    subtract_mean = isinstance(layer, LayerNorm)
+    used = {"scale": layer.create_scale, "offset": subtract_mean and layer.create_offset}
+    scale, offset = (hk.get_parameter(name, x.shape[-1:], x.dtype) if used[name] else None for name in used)
+    epsilon = float(np.asarray(layer.eps, x.dtype))  # Haiku adds it in the dtype of the inputs
+    return _modules.Norm(scale, offset, epsilon, subtract_mean)
 
 
-class _ReadRMSNorm(_Read, RMSNorm):
-    pass
-
-
-class _ReadLinear(_Read, hk.Linear):
-    pass
-
-
-def _makers(output_size: Any, cls: type, norm: str, options: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The constructors of the Linears, by name; `options` are those of all.
-
-    It is no method, which interceptors would see.
-    """
-    linears: dict[str, dict[str, Any]] = {"linear": {"output_size": output_size}}
-    if isinstance(output_size, Mapping):
-        linears = _modules.named("output_size", output_size, cls, (norm,))
-    return {name: functools.partial(_ReadLinear, **{**options, **own}, name=name) for name, own in linears.items()}
-
-
-class _Haiku(_modules.Adapter):
-    module = "jln.haiku"
-    theirs, ours = (HaikuLayerNorm, HaikuRMSNorm), (LayerNorm, RMSNorm)
-
-    def place(self, layer: hk.Module) -> str:
-        return layer.module_name
-
-    def obstacle(self, norm: Any) -> str | None:
-        return "Haiku's own code makes the parameters" if hk.running_init() else None
-
-    def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
-        return self._with_parameters(layer, x, own, _parameter)
-
-    def existing(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
-        return self._with_parameters(layer, x, own, layer.parameter)
-
-    def _with_parameters(
-        self, layer: Any, x: Any, own: Mapping[str, Any], parameter: Callable[..., jax.Array]
-    ) -> _modules.Prepared | str:
-        """A norm as of `prepared`. parameter: makes or reads one."""
-        is_layer_norm, scale, offset = self.is_layer_norm(layer), own.get("scale"), own.get("offset")
-        if not all(a is None or isinstance(a, jax.Array | np.ndarray) for a in (x, scale, offset)):
-            return "an argument is not an array"
-        x = jnp.asarray(x)
-        if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
-            return f"inputs are {x.dtype}{list(x.shape)}"
-        create_offset = is_layer_norm and layer.create_offset
-        if (layer.create_scale and scale is not None) or (create_offset and offset is not None):
-            return "scale or offset is given and created"
-        axes = _axes(layer.axis, x.ndim, wrap=is_layer_norm)
-        if len({a % x.ndim for a in axes}) != len(axes):
-            return f"axes {axes} name one twice"
-        if (layer.create_scale or create_offset) and axes != (x.ndim - 1,) and _must_name_param_axis(layer):
-            return "Haiku asks for param_axis"
-        if type(layer.eps) not in (int, float):  # numpy's, float64 too, promote what Haiku's RMSNorm adds them to
-            return f"eps is a {type(layer.eps).__name__}"
-        shape = _parameter_shape(_axes(layer.param_axis, x.ndim, wrap=True), x.shape)
-        if layer.create_scale:
-            scale = parameter("scale", shape, x.dtype, layer.scale_init)
-        if create_offset:
-            offset = parameter("offset", shape, x.dtype, layer.offset_init)
-        parameters = [None if a is None else jnp.asarray(a) for a in (scale, offset)]
-        return _modules.prepare(
-            x,
-            *parameters,
-            axes=axes,
-            epsilon=float(np.asarray(layer.eps, x.dtype)),  # Haiku adds it in the dtype of the inputs
-            subtract_mean=is_layer_norm,
-            y_dtype=jnp.result_type(x, *(a for a in parameters if a is not None)),
-        )
-
-    def linear(self, layer: _ReadLinear, norm: _modules.Prepared, own: Mapping[str, Any]) -> _modules.Linear:
-        dtype, shape = norm.dtype, [norm.x.shape[-1], layer.output_size]
-        w = layer.parameter("w", shape, dtype, layer.w_init)
-        b = layer.parameter("b", shape[1:], dtype, layer.b_init) if layer.with_bias else None
-        return _modules.Linear(w, b, jnp.result_type(dtype, w, *([] if b is None else [b])), own["precision"])
-
-
-_HAIKU = _Haiku()
-
-
-def _parameter(name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
-    return hk.get_parameter(name, shape, dtype, init=init)
-
-
-def _axes(axis: Any, ndim: int, wrap: bool) -> tuple[int, ...]:
-    """The axes as a tuple. wrap: modulo ndim, and each axis once, as Haiku's LayerNorm takes them."""
-    if isinstance(axis, slice):
-        return tuple(range(ndim)[axis])
-    return tuple(sorted({a % ndim for a in axis})) if wrap else tuple(axis)
-
-
-def _parameter_shape(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter: x's rank, but for the last axis alone `[H]`, the form of old checkpoints."""
-    if axes == (len(shape) - 1,):
-        return shape[-1:]
-    return tuple(n if i in axes else 1 for i, n in enumerate(shape))
-
-
-def _must_name_param_axis(layer: Any) -> bool:
-    """True where Haiku's switch that refuses to guess param_axis is on."""
-    asks = getattr(sys.modules[HaikuLayerNorm.__module__], "ERROR_IF_PARAM_AXIS_NOT_EXPLICIT", False)
-    return asks and isinstance(layer, HaikuLayerNorm) and not layer._param_axis_passed_explicitly
+def _name(module: hk.Module, kind: str) -> str:
+    """The name under which `explain` lists a module, with its place in the model."""
+    return f"jln.haiku.{kind} {module.module_name}"
 
 
 @_explain.traceable.register(hk.Transformed)
 @_explain.traceable.register(hk.TransformedWithState)
-@_explain.traceable.register(hk.MultiTransformed)
-@_explain.traceable.register(hk.MultiTransformedWithState)
 def _(model: Any) -> Callable[..., Any]:
-    """Call every function of an `hk.multi_transform`, in the order of the tree, with the same arguments."""
-
-    def traced(*args: Any, **kwargs: Any) -> None:
+    def call(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
         with _explain.unasked():  # of the call that makes the parameters, in which nothing is fused
             variables = model.init(key, *args, **kwargs)
-        with_state = isinstance(model, hk.TransformedWithState | hk.MultiTransformedWithState)
-        variables = variables if with_state else (variables,)
-        for apply in jax.tree.leaves(model.apply):
-            # what hk.without_apply_rng returns has no rng
-            rng = (key,) if "rng" in inspect.signature(apply).parameters else ()
-            apply(*variables, *rng, *args, **kwargs)
+        variables = variables if isinstance(model, hk.TransformedWithState) else (variables,)
+        rng = (key,) if "rng" in inspect.signature(model.apply).parameters else ()  # not of hk.without_apply_rng
+        return model.apply(*variables, *rng, *args, **kwargs)
 
-    return traced
+    return call

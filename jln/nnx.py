@@ -3,38 +3,32 @@
     from jln.nnx import LayerNorm, RMSNorm    # instead of: from flax.nnx import LayerNorm, RMSNorm
 
 Constructors, parameters, initial values, metadata and checkpoints are Flax's own: the classes are Flax's with another
-call. A call that the operators cannot compute (`mask`, `axis_name`, parameters on axes that are not normalised, ...)
-runs Flax's own code, as `jln.explain` tells. Results differ by rounding, but where Flax's `use_fast_variance=True`
-loses the variance of a row whose mean is large against its spread: here it is two-pass always.
+call. A call that the operators cannot compute runs Flax's own code: one with `mask`, `axis_name`, a `promote_dtype` of
+one's own, or over other axes than the last. `jln.explain` tells which of the two a call takes, and why. Results differ
+by rounding. With `dtype=bfloat16` Flax rounds `x` before it normalises; here the result alone is rounded. Flax's
+`use_fast_variance=True` loses the variance of a row whose mean is large against its spread; here it is two-pass always.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from flax import nnx
+from flax.nnx.nn import dtypes, linear
 
 from jln import _explain, _modules
-
-try:
-    from flax import nnx
-    from flax.nnx.nn import dtypes
-except ImportError as error:
-    raise ImportError(_modules.missing("jln.nnx", "Flax", "flax")) from error
-from jln._modules.nnx_functions import fuse
+from jln._fuse import transformation
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear", "fuse"]
 
-FlaxLayerNorm = nnx.LayerNorm  # Flax's own, even where somebody puts ours in their place later
-FlaxRMSNorm = nnx.RMSNorm
-FlaxLinear, FlaxLinearGeneral = nnx.Linear, nnx.LinearGeneral
 
-
-class LayerNorm(FlaxLayerNorm):
+class LayerNorm(nnx.LayerNorm):
     """`flax.nnx.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
@@ -45,66 +39,67 @@ class LayerNorm(FlaxLayerNorm):
           mask: as of `flax.nnx.LayerNorm`, whose code then runs.
           residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
-        return _NNX.norm(self, x, residual, mask=mask)
+        own = functools.partial(super().__call__, mask=mask)
+        return _modules.norm(_name(self, "LayerNorm"), x, residual, lambda x: _read_norm(self, x, mask), own)
 
 
-class RMSNorm(FlaxRMSNorm):
+class RMSNorm(nnx.RMSNorm):
     """`flax.nnx.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say.
-          mask: as of `flax.nnx.RMSNorm`, whose code then runs.
-          residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
+          x, mask, residual: those of a call of `LayerNorm`.
         """
-        return _NNX.norm(self, x, residual, mask=mask)
+        own = functools.partial(super().__call__, mask=mask)
+        return _modules.norm(_name(self, "RMSNorm"), x, residual, lambda x: _read_norm(self, x, mask), own)
 
 
-# out_features of one Linear, or by the name of each of several; or a mapping of all arguments that are its own.
-Features = int | Sequence[int] | Mapping[str, int | Sequence[int] | Mapping[str, Any]]
+# out_features of one Linear, or by the name of each of several.
+Features = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 
 
 class _NormLinear(nnx.Module):
-    """A norm, and behind it a Linear named "linear", or several whose names `names` has."""
+    """A norm, and behind it a Linear named "linear", or several by their own names."""
 
-    norm: LayerNorm | RMSNorm
-    names: tuple[str, ...] = ()
-    quantize: Any = None
+    def __init__(self, norm: LayerNorm | RMSNorm, in_features: int, out_features: Features, **options: Any):
+        self.norm = norm
+        self.several = isinstance(out_features, Mapping)
+        linears = out_features if isinstance(out_features, Mapping) else {"linear": out_features}
+        self.names = tuple(linears)
+        for name, n in linears.items():
+            if hasattr(self, name):
+                raise ValueError(f"out_features cannot name a Linear {name!r}: {type(self).__name__} has such a name")
+            cls: Any = nnx.Linear if isinstance(n, int) else nnx.LinearGeneral
+            setattr(self, name, cls(in_features, n, **options))
 
-    def _make_linears(
-        self, in_features: int, out_features: Features, quantize: Any, options: Mapping[str, Any]
-    ) -> None:
-        if quantize is not None:
-            self.quantize = quantize
-        linears: dict[str, dict[str, Any]] = {"linear": {"out_features": out_features}}
-        if isinstance(out_features, Mapping):
-            linears = _modules.named("out_features", out_features, type(self), ("norm",))
-            self.names = tuple(linears)
-        for name, own in linears.items():
-            setattr(self, name, _linear(in_features, **{**options, **own}))
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        quantize: Any = None,
-    ) -> Any:
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None, quantize: Any = None) -> Any:
         """Return `y` `[..., *features]`, of several Linears a tuple in their order; with a residual `(y, total)`.
 
         Args:
           x: `[..., H]`.
-          mask: as of the norm, which Flax's own code then computes.
           residual: as of the norm.
           quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
             and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
         """
-        linears = {name: getattr(self, name) for name in self.names or ("linear",)}
-        quantize = self.quantize if quantize is None else quantize
-        return _NNX.linears(self, self.norm, linears, x, residual, quantize, several=bool(self.names), mask=mask)
+        linears = [getattr(self, name) for name in self.names]
+
+        def read_norm(x: jax.Array) -> _modules.Norm | str:
+            if any(type(a) not in (LayerNorm, RMSNorm, nnx.Linear, nnx.LinearGeneral) for a in (self.norm, *linears)):
+                return "a layer has been replaced"
+            return _read_norm(self.norm, x)
+
+        return _modules.norm_and_linears(
+            _name(self, type(self).__name__),
+            x,
+            residual,
+            quantize,
+            (self.norm, linears),
+            read_norm,
+            lambda x: _read_linears(linears),
+            several=self.several,
+        )
 
 
 class LayerNormLinear(_NormLinear):
@@ -117,16 +112,17 @@ class LayerNormLinear(_NormLinear):
         q, k, v = layer(x)
         (q, k, v), total = layer(x, residual=residual)  # of total = x + residual
 
+    A layer that you replace, as by `flax.nnx.LoRALinear`, is called, and so are the others.
+
     Args:
       in_features: H.
       out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`. For several Linears a mapping from
-        each one's attribute name to either of these, or to a mapping of the arguments in which it differs from the
-        others, as `{"out_features": 256, "use_bias": False}`.
-      epsilon, use_scale, scale_init, scale_metadata: as of `flax.nnx.LayerNorm`.
-      use_offset, offset_init, offset_metadata: `flax.nnx.LayerNorm`'s `use_bias`, `bias_init` and `bias_metadata`.
-      dtype, param_dtype, promote_dtype, rngs: of both layers.
-      quantize: of calls that give none: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`.
-      **linear_options: every other argument of the Linear, or of each.
+        each one's attribute name to either of these.
+      epsilon, use_scale, scale_init: as of `flax.nnx.LayerNorm`.
+      use_offset, offset_init: `flax.nnx.LayerNorm`'s `use_bias` and `bias_init`.
+      use_bias, kernel_init, bias_init, precision: of the Linear, or of each. For metadata, as of shardings, wrap an
+        initialiser: `flax.nnx.with_partitioning(init, ...)`.
+      dtype, param_dtype, rngs: of all layers.
     """
 
     def __init__(
@@ -139,22 +135,20 @@ class LayerNormLinear(_NormLinear):
         use_offset: bool = True,
         scale_init: nnx.Initializer = nnx.initializers.ones,
         offset_init: nnx.Initializer = nnx.initializers.zeros,
-        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
-        offset_metadata: Mapping[str, Any] = MappingProxyType({}),
+        use_bias: bool = True,
+        kernel_init: nnx.Initializer = linear.default_kernel_init,
+        bias_init: nnx.Initializer = nnx.initializers.zeros,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        promote_dtype: Any = dtypes.promote_dtype,
-        quantize: Any = None,
+        precision: Any = None,
         rngs: nnx.Rngs,
-        **linear_options: Any,
     ):
-        of_scale = {"use_scale": use_scale, "scale_init": scale_init, "scale_metadata": scale_metadata}
-        of_bias = {"use_bias": use_offset, "bias_init": offset_init, "bias_metadata": offset_metadata}
-        both = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype, "rngs": rngs}
-        self.norm = LayerNorm(in_features, epsilon=epsilon, **of_scale, **of_bias, **both)
-        self._make_linears(in_features, out_features, quantize, {**linear_options, **both})
-
-    __call__ = _NormLinear.__call__  # nnx.capture sees a class's own methods only
+        both = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        scale = {"use_scale": use_scale, "scale_init": scale_init}
+        offset = {"use_bias": use_offset, "bias_init": offset_init}
+        options = {"use_bias": use_bias, "kernel_init": kernel_init, "bias_init": bias_init, "precision": precision}
+        norm = LayerNorm(in_features, epsilon=epsilon, **scale, **offset, **both)
+        super().__init__(norm, in_features, out_features, **options, **both)
 
 
 class RMSNormLinear(_NormLinear):
@@ -164,9 +158,8 @@ class RMSNormLinear(_NormLinear):
     `LayerNormLinear`.
 
     Args:
-      epsilon, use_scale, scale_init, scale_metadata: as of `flax.nnx.RMSNorm`.
-      in_features, out_features, dtype, param_dtype, promote_dtype, quantize, rngs, **linear_options: as of
-        `LayerNormLinear`.
+      in_features, out_features, epsilon, use_scale, scale_init: as of `LayerNormLinear`.
+      use_bias, kernel_init, bias_init, precision, dtype, param_dtype, rngs: as of `LayerNormLinear`.
     """
 
     def __init__(
@@ -177,84 +170,118 @@ class RMSNormLinear(_NormLinear):
         epsilon: float = 1e-6,
         use_scale: bool = True,
         scale_init: nnx.Initializer = nnx.initializers.ones,
-        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
+        use_bias: bool = True,
+        kernel_init: nnx.Initializer = linear.default_kernel_init,
+        bias_init: nnx.Initializer = nnx.initializers.zeros,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        promote_dtype: Any = dtypes.promote_dtype,
-        quantize: Any = None,
+        precision: Any = None,
         rngs: nnx.Rngs,
-        **linear_options: Any,
     ):
-        of_scale = {"use_scale": use_scale, "scale_init": scale_init, "scale_metadata": scale_metadata}
-        both = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype, "rngs": rngs}
-        self.norm = RMSNorm(in_features, epsilon=epsilon, **of_scale, **both)
-        self._make_linears(in_features, out_features, quantize, {**linear_options, **both})
-
-    __call__ = _NormLinear.__call__
+        both = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        options = {"use_bias": use_bias, "kernel_init": kernel_init, "bias_init": bias_init, "precision": precision}
+        norm = RMSNorm(in_features, epsilon=epsilon, use_scale=use_scale, scale_init=scale_init, **both)
+        super().__init__(norm, in_features, out_features, **options, **both)
 
 
-def _linear(in_features: int, out_features: int | Sequence[int], **options: Any) -> Any:
-    cls: Any = FlaxLinear if isinstance(out_features, int) else FlaxLinearGeneral
-    return cls(in_features, out_features, **options)
+def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None = None) -> _modules.Norm | str:
+    if mask is not None:
+        return "mask is given"
+    if layer.axis_name is not None:
+        return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
+    if layer.promote_dtype is not dtypes.promote_dtype:
+        return "promote_dtype is not Flax's"
+    if not all(_modules.is_last(axes, x) for axes in (layer.reduction_axes, layer.feature_axes)):
+        return "the norm is not over the last axis alone"
+    subtract_mean = isinstance(layer, LayerNorm)
+    bias = layer.bias if subtract_mean else None
+    scale, offset = (None if a is None else a[...] for a in (layer.scale, bias))
+    return _modules.Norm(scale, offset, layer.epsilon, subtract_mean, layer.dtype)
 
 
-class _Nnx(_modules.Adapter):
-    module = "jln.nnx"
-    theirs, ours = (FlaxLayerNorm, FlaxRMSNorm), (LayerNorm, RMSNorm)
-
-    def place(self, layer: nnx.Module) -> str:
-        return getattr(layer, _PATH, "")
-
-    def obstacle(self, norm: Any) -> str | None:
-        return "nnx.capture watches the norm" if hasattr(norm, "__captures__") else None
-
-    def reads_as_given(self, layer: Any) -> bool:
-        return layer.promote_dtype is dtypes.promote_dtype
-
-    def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
-        if own.get("mask") is not None:
-            return "mask is given"
-        if layer.axis_name is not None:
-            return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
-        names = ("scale", "bias") if self.is_layer_norm(layer) else ("scale",)
-        parameters = [None if getattr(layer, name) is None else getattr(layer, name)[...] for name in names]
-        promoted = layer.promote_dtype((x, *parameters), dtype=layer.dtype)
-        read, scale, offset = (*promoted, None)[:3]  # an RMSNorm has no offset
-        assert read is not None
-        y_dtype = dtypes.canonicalize_dtype(*promoted, dtype=layer.dtype)
-        is_narrow = isinstance(x, jax.Array | np.ndarray) and x.dtype in (jnp.bfloat16, jnp.float16)
-        if is_narrow and read.dtype == jnp.float32 and self.reads_as_given(layer):
-            read = x  # the kernels read 16 bits and compute in float32 as well
-        return _modules.prepare(
-            read,
-            scale,
-            offset,
-            axes=_modules.axes(layer.reduction_axes),
-            parameter_axes=_modules.axes(layer.feature_axes),
-            epsilon=layer.epsilon,
-            subtract_mean=self.is_layer_norm(layer),
-            y_dtype=y_dtype,
-        )
-
-    def linear(self, layer: Any, norm: _modules.Prepared, own: Mapping[str, Any]) -> _modules.Linear | str:
-        if type(layer).__call__ not in (FlaxLinear.__call__, FlaxLinearGeneral.__call__):
-            return "the Linear has a call of its own"
-        if isinstance(layer, FlaxLinearGeneral):
-            if tuple(layer.axis) not in ((-1,), (norm.x.ndim - 1,)) or layer.batch_axis:
-                return "the Linear is not over the last axis alone"
-            own_product = layer.dot_general is not None or layer.dot_general_cls is not None
-        else:
-            own_product = layer.dot_general is not jax.lax.dot_general
-        if own_product or layer.preferred_element_type is not None:
-            return "the Linear has a product or an element type of its own"
-        if layer.promote_dtype is not dtypes.promote_dtype:
-            return "the Linear has its own promote_dtype"
-        kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
-        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
-        return _modules.Linear(kernel, bias, dtype, layer.precision)
+def _read_linears(linears: Sequence[nnx.Linear | nnx.LinearGeneral]) -> _modules.Linears:
+    kernels = [layer.kernel[...] for layer in linears]
+    biases = [None if layer.bias is None else layer.bias[...] for layer in linears]
+    return _modules.Linears(kernels, biases, linears[0].dtype, linears[0].precision)
 
 
-_NNX = _Nnx()
+def fuse(
+    function: Callable[..., Any] | None = None,
+    *,
+    linears: bool = False,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> Callable[..., Any]:
+    """Return what `jln.fuse` makes of a function whose arguments have Flax NNX objects in them.
+
+    What a call changes in a Module, Rngs, Metric or Optimizer, such as counters, running statistics and the keys of
+    random numbers, is changed in the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`.
+
+    Args:
+      function: as of `jln.fuse`; such objects may be anywhere in its arguments.
+      linears, implementation, forward_mode: as of `jln.fuse`.
+
+    Returns:
+      A function with `function`'s arguments and results. An object among the results is a copy.
+
+    Raises:
+      TypeError: `function` is not callable.
+      ValueError: the implementation is unknown.
+    """
+    options: Any = {"linears": linears, "implementation": implementation, "forward_mode": forward_mode}
+    if function is None:
+        return functools.partial(fuse, **options)
+
+    def pure(call: _Call, state: Any, others: list[Any]) -> tuple[Any, Any]:
+        with nnx.merge_context(_FUSE, inner=True) as context:
+            objects = context.merge(call.graph, state)
+        args, kwargs = call.structure.unflatten(transformation.join(objects, others, call.is_object))
+        results = function(*args, **kwargs)
+        with nnx.split_context(_FUSE) as context:
+            call.graph, state = context.split(objects)
+        return results, state
+
+    pure.__name__ = getattr(function, "__name__", type(function).__name__)
+    program = transformation.fuse(pure, **options)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda a: isinstance(a, nnx.Pytree))
+        is_object = [isinstance(a, nnx.Pytree) for a in leaves]
+        objects, others = transformation.part(leaves, is_object)
+        with nnx.update_context(_FUSE):
+            with nnx.split_context(_FUSE) as context:
+                graph, state = context.split(objects)
+            call = _Call(graph, structure, is_object)
+            results, state = program(call, state, others)
+            with nnx.merge_context(_FUSE, inner=False) as context:
+                context.merge(call.graph, state)  # into the caller's objects
+        return results
+
+    return wrapper
+
+
+_FUSE = "jln.fuse"  # the name of Flax's context, in which it knows an object from its copy inside of a function
+
+
+@dataclasses.dataclass
+class _Call:
+    """The static part of a call's arguments: the objects' graph, and where objects and other leaves are.
+
+    It has no hash, so no program is kept for it: an object's attributes may change without being unequal.
+    """
+
+    graph: Any
+    structure: Any
+    is_object: list[bool]
+
+
+_PATH = "_jln_path"  # of layers where `explain` traces them: Flax's transformations keep this, and no object
+
+
+def _name(layer: nnx.Module, kind: str) -> str:
+    """The name under which `explain` lists a layer, with its place in the model where that is known."""
+    return f"jln.nnx.{kind} {getattr(layer, _PATH, '')}".rstrip()
 
 
 @_explain.traceable.register(nnx.Module)
@@ -278,6 +305,3 @@ def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[...,
         return function(copy, *args, **kwargs)
 
     return call
-
-
-_PATH = "_jln_path"  # of layers where `explain` traces them: Flax's transformations keep this, and no object

@@ -44,7 +44,7 @@ def applied(x, norm, linears):
 
 
 # The separate layers as a user writes them, one class a framework, with the framework's norm or ours. `linears`:
-# [(name, features, other arguments)].
+# [(name, features)].
 
 
 class LinenLayers(linen.Module):
@@ -58,18 +58,16 @@ class LinenLayers(linen.Module):
     def __call__(self, x):
         norm = self.norm(use_scale=self.use_scale, name="norm", **self.both)
         options = {"precision": self.precision, **self.both}
-        return applied(
-            x, norm, [linen.DenseGeneral(n, **{**options, **own}, name=name) for name, n, own in self.linears]
-        )
+        return applied(x, norm, [linen.DenseGeneral(n, **options, name=name) for name, n in self.linears])
 
 
 class NnxLayers(nnx.Module):
     def __init__(self, norm, linears, both, use_scale, precision, rngs):
         self.norm = norm(8, use_scale=use_scale, **both, rngs=rngs)
-        self.names = tuple(name for name, *_ in linears)
-        for name, n, own in linears:
+        self.names = tuple(name for name, _ in linears)
+        for name, n in linears:
             cls = nnx.Linear if isinstance(n, int) else nnx.LinearGeneral
-            setattr(self, name, cls(8, n, **{"precision": precision, **both, **own}, rngs=rngs))
+            setattr(self, name, cls(8, n, precision=precision, **both, rngs=rngs))
 
     def __call__(self, x):
         return applied(x, self.norm, [getattr(self, name) for name in self.names])
@@ -83,7 +81,7 @@ class HaikuLayers(hk.Module):
         self.linears, self.precision = linears, precision
 
     def __call__(self, x):
-        linears = [hk.Linear(n, **own, name=name) for name, n, own in self.linears]
+        linears = [hk.Linear(n, name=name) for name, n in self.linears]
         return applied(x, self.norm(), [functools.partial(a, precision=self.precision) for a in linears])
 
 
@@ -126,16 +124,12 @@ def equinox_layer(module):
     return Layer(lambda x: leaves, apply)
 
 
-FEATURES = {"linen": "features", "nnx": "out_features", "haiku": "output_size"}
 ONE = {"linen": "dense", "nnx": "linear", "haiku": "linear"}
-BIAS = {"linen": "use_bias", "nnx": "use_bias", "haiku": "with_bias"}
 
 
-def as_given(framework, linears):
+def as_given(linears):
     """The Linears as the module takes them: a mapping, or of one Linear its features."""
-    if len(linears) == 1:
-        return linears[0][1]
-    return {name: {FEATURES[framework]: n, **own} if own else n for name, n, own in linears}
+    return linears[0][1] if len(linears) == 1 else dict(linears)
 
 
 LIBRARIES = {
@@ -163,7 +157,6 @@ def layers(framework, norm, linears, apart=False, **case):
 
     Haiku and Equinox have no dtype beside that of their parameters.
     """
-    linears = tuple((name, n, dict(own)) for name, n, own in linears)
     theirs, ours = (getattr(library, norm) for library in LIBRARIES[framework])
     second = separate(framework, ours, linears, **case) if apart else together(framework, norm, linears, **case)
     return separate(framework, theirs, linears, **case), second
@@ -171,7 +164,7 @@ def layers(framework, norm, linears, apart=False, **case):
 
 def together(framework, norm, linears, use_scale=True, dtype=None, param_dtype="float32", precision=None):
     """The module of ours that stands for all layers."""
-    given = as_given(framework, linears)
+    given = as_given(linears)
     if framework == "linen":
         both = {"dtype": dtype, "param_dtype": param_dtype}
         own = getattr(jln.linen, f"{norm}Dense")(given, use_scale=use_scale, precision=precision, **both)
@@ -186,10 +179,9 @@ def together(framework, norm, linears, use_scale=True, dtype=None, param_dtype="
     return haiku_layer(lambda x: with_residual(cls(given, create_scale=use_scale))(x, precision=precision))
 
 
-def qkv(**own):
-    """Three Linears; `own`: the further arguments of k."""
-    (n,) = [own.pop(name) for name in set(FEATURES.values()) & set(own)] or [3]
-    return (("q", 6, {}), ("k", n, own), ("v", 3, {}))
+def qkv():
+    """Three Linears."""
+    return (("q", 6), ("k", 3), ("v", 3))
 
 
 def parity(framework, norm, linears, x, **case):

@@ -37,20 +37,14 @@ ARGUMENTS = {
 ONLY_LAYER_NORM = ("create_offset", "offset_init", "use_fast_variance", "scale", "offset")
 
 
-# The axes that the operators can normalise, with those of the parameters, and the ways to have a parameter or none.
-AXES = [(-1, -1), ((1, 2), -1), ((1, 2), (2, 1)), (slice(1, None), None), ([2], -1), ((-1, 0), slice(2, None))]
-PARAMETER = {
-    "created": (True, None),
-    "absent": (False, None),
-    "given": (False, normal(5, (8,), "float32")),
-    "given, bfloat16": (False, normal(7, (1, 1, 8), "bfloat16")),
-}
+# The ways to name the last axis, with that of the parameters.
+AXES = [(-1, -1), (-1, None), ([2], -1), (2, (2,))]
 BY_THE_OPERATOR = {
     "norm": ARGUMENTS["norm"],
-    "x": ARGUMENTS["x"][:3],  # not float64: beside a given float32 it is left to Haiku's own code
+    "x": ARGUMENTS["x"],
     "axes": AXES,
-    "a_scale": list(PARAMETER),
-    "an_offset": list(PARAMETER),
+    "create_scale": [True, False],
+    "create_offset": [True, False],
     "eps": ARGUMENTS["eps"],
     "use_fast_variance": [False, True],
 }
@@ -79,12 +73,10 @@ def parity(case):
     )
 
 
-@pytest.mark.parametrize("case", pairwise_parameters(BY_THE_OPERATOR, ("an_offset", "use_fast_variance")))
+@pytest.mark.parametrize("case", pairwise_parameters(BY_THE_OPERATOR, ("create_offset", "use_fast_variance")))
 def test_norms_by_the_operator(case):
     case = dict(case) | {"scale_init": None, "offset_init": None}
     case["axis"], case["param_axis"] = case.pop("axes")
-    case["create_scale"], case["scale"] = PARAMETER[case.pop("a_scale")]
-    case["create_offset"], case["offset"] = PARAMETER[case.pop("an_offset", "absent")]
     if case["norm"] == "RMSNorm":
         case = {k: v for k, v in case.items() if k not in ONLY_LAYER_NORM}
     assert parity(case) == "norm"
@@ -100,13 +92,13 @@ def test_norms(case):
     [
         ({}, "norm"),
         ({"x": "bfloat16"}, "norm"),
-        ({"axis": (1, 2)}, "norm"),
-        ({"axis": slice(1, None), "param_axis": slice(1, None)}, "norm"),
-        ({"axis": slice(1, None), "param_axis": None}, "norm"),
-        ({"axis": 1, "param_axis": 1}, "norm"),
+        ({"axis": [2], "param_axis": None}, "norm"),
+        ({"axis": (1, 2)}, "plain"),
+        ({"axis": slice(1, None), "param_axis": slice(1, None)}, "plain"),
+        ({"axis": 1, "param_axis": 1}, "plain"),
         ({"axis": 1}, "plain"),
         ({"param_axis": (1, 2)}, "plain"),
-        ({"axis": 0, "create_scale": False, "create_offset": False}, "norm"),
+        ({"axis": 0, "create_scale": False, "create_offset": False}, "plain"),
         ({"axis": slice(0, 0), "create_scale": False, "create_offset": False}, "plain"),
         ({"eps": -1e-5}, "plain"),
         ({"x": "int32"}, "plain"),
@@ -125,22 +117,16 @@ def test_path(name, changed, path):
     assert route.layer.startswith(f"jln.haiku.{name} ")
 
 
-# Shapes that broadcast against x, along the normalised axis alone or along others too.
-@pytest.mark.parametrize(
-    ("shape", "path"), [((8,), "norm"), ((), "norm"), ((1, 1, 8), "norm"), ((4, 1), "plain"), ((4, 8), "plain")]
-)
-def test_scale_and_offset_of_a_call(shape, path):
-    x = normal(0, SHAPE, "float32")
-    a = normal(1, shape, "float32")
+def test_scale_and_offset_of_a_call():
+    x, a = normal(0, SHAPE, "float32"), normal(1, (4, 1), "float32")
 
     def function(cls):
         return hk.transform(lambda x, a: cls(-1, False, False)(x, a, 2 * a))
 
     (route,) = jln.explain(function(ours.LayerNorm), x, a)
-    assert route.path == path
+    assert (route.path, route.why) == ("plain", "scale or offset is given: jln.layer_norm takes them")
     theirs, own = (function(c.LayerNorm).apply({}, None, x, a) for c in (hk, ours))
-    # each of a few float32 operations rounds once
-    np.testing.assert_allclose(own, theirs, rtol=1e-5, atol=8 * float(jnp.finfo("float32").eps) * np.abs(theirs).max())
+    np.testing.assert_array_equal(own, theirs)
 
 
 def test_rounding_of_16_bits_happens_once():
@@ -238,13 +224,13 @@ def test_linear_of_another_dtype_is_not_fused():
     for params, path in ((variables, "fused"), (mixed, "norm"), (wide, "fused")):
         with noting() as routes:
             y = module.apply(params, x)
-        assert [r.path for r in routes] == [path]
+        assert routes[-1].path == path
         assert y.dtype == (jnp.bfloat16 if params is variables else jnp.float32)
 
 
 @pytest.mark.parametrize("cls", [ours.LayerNormLinear, ours.RMSNormLinear])
-def test_what_haiku_shows_of_a_pair_are_arrays(cls):
-    """Interceptors and `tabulate` see no norm that is not computed yet, and getters see the modules' own parameters."""
+def test_the_modules_of_a_pair_are_read_through_getters(cls):
+    """Getters see the modules' own parameters, and interceptors how these are read."""
     x = normal(0, (3, 8), "float32")
     module = hk.without_apply_rng(hk.transform(lambda x: cls(5)(x)))
     params = module.init(jax.random.key(0), x)
@@ -254,7 +240,6 @@ def test_what_haiku_shows_of_a_pair_are_arrays(cls):
         y = call(*args, **kwargs)
         if context.method_name != "__init__":
             called.append(f"{context.module.module_name}.{context.method_name}")
-            assert isinstance(y, jax.Array)
         return y
 
     def getter(call, value, context):
@@ -269,32 +254,15 @@ def test_what_haiku_shows_of_a_pair_are_arrays(cls):
     np.testing.assert_array_equal(y, module.apply(jax.tree.map(lambda a: 2 * a, params), x))
     name = "rms_norm" if cls is ours.RMSNormLinear else "layer_norm"
     assert sorted(read) == sorted(f"{module}/{a}" for module, inner in params.items() for a in inner)
-    assert set(called) == {f"{name}_linear{rest}" for rest in (f"/{name}.parameter", "/linear.parameter", ".__call__")}
+    assert set(called) == {f"{name}_linear{rest}" for rest in (f"/{name}._read", "/linear._read", ".__call__")}
     assert f"{name}_linear/linear" in hk.experimental.tabulate(module)(x)
 
 
-def multi(function):
-    """Return an argument of `hk.multi_transform`: two functions that both call `function`."""
-
-    def made():
-        return function, {"one": function, "two": lambda x: 2 * function(x)}
-
-    return made
-
-
-@pytest.mark.parametrize(
-    ("transform", "calls"),
-    [
-        (hk.transform, 1),
-        (hk.transform_with_state, 1),
-        (lambda f: hk.multi_transform(multi(f)), 2),
-        (lambda f: hk.multi_transform_with_state(multi(f)), 2),
-    ],
-)
+@pytest.mark.parametrize("transform", [hk.transform, hk.transform_with_state])
 @pytest.mark.parametrize("strip", [lambda a: a, hk.without_apply_rng], ids=["rng", "no rng"])
-def test_explain_of_every_transform(transform, calls, strip):
+def test_explain_of_every_transform(transform, strip):
     routes = jln.explain(strip(transform(lambda x: ours.RMSNormLinear(5, name="pair")(x))), jnp.ones((3, 8)))
-    assert [(r.layer, r.path) for r in routes] == calls * [("jln.haiku.RMSNormLinear pair", "fused")]
+    assert [(r.layer, r.path) for r in routes] == [("jln.haiku.RMSNormLinear pair", "fused")]
 
 
 BAD = {

@@ -13,41 +13,23 @@ from flax import nnx
 
 import jln
 from jln import nnx as ours
-from parity import MASK, SHAPE, doubled, normal
+from parity import MASK, SHAPE, normal
 
 
-def test_promotion_comes_before_the_statistics():
-    """NNX with dtype=bfloat16 rounds x before the statistics, so that few values are left of numbers around 1024."""
-    x = 1024 + normal(0, (4, 8), "float32")
+def test_statistics_come_from_the_input_as_it_is():
+    """Flax rounds x to dtype=bfloat16 first, of which few values are left around 1024; here the result is rounded."""
+    x = 1024 + normal(0, (4, 64), "float32")
+    wide = np.asarray(x, "float64")
+    true = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
+    error = {}
     for cls in (nnx.LayerNorm, ours.LayerNorm):
-        y = cls(8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))(x)
-        assert np.max(np.abs(y)) <= 2  # x is 1024 or 1020: bfloat16 numbers are 4 apart below 1024
-        distinct = np.unique(np.asarray(y, "float32"))
-        assert len(distinct) <= 8
-
-
-def test_promotion_of_the_users_own_is_applied():
-    """A promote_dtype of the user's own, which may be more than a cast, is applied before the norm reads x."""
-    x = normal(0, SHAPE, "bfloat16")
-    theirs, own = (c.LayerNorm(8, epsilon=0.5, promote_dtype=doubled, rngs=nnx.Rngs(0)) for c in (nnx, ours))
-    assert [r.path for r in jln.explain(own, x)] == ["norm"]
-    # If x were not doubled, epsilon alone would make a difference of 10 %.
-    np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5, atol=1e-5)
-
-
-def test_a_parameter_shared_by_rows_has_its_gradient_summed_in_float32():
-    """A bias [8] spread over normalised axes [512, 8] has a gradient that is a sum of 512, rounded to 16 bits once."""
-    x = normal(0, (2, 512, 8), "float16")
-    norm = ours.LayerNorm(8, reduction_axes=(1, 2), param_dtype=jnp.float16, rngs=nnx.Rngs(0))
-    graphdef, state = nnx.split(norm)
-    dy = normal(1, x.shape, "float16")
-
-    def loss(state):
-        return jnp.sum(nnx.merge(graphdef, state)(x).astype("float32") * dy)
-
-    got = np.asarray(nnx.to_pure_dict(jax.grad(loss)(state))["bias"], "float64")
-    true = np.asarray(dy, "float64").sum((0, 1))
-    assert np.all(np.abs(got - true) <= float(jnp.finfo("float16").eps) * np.abs(true))
+        y = cls(64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))(x)
+        assert y.dtype == jnp.bfloat16
+        error[cls] = np.abs(np.asarray(y, "float64") - true)
+    assert error[nnx.LayerNorm].max() > 0.1
+    # one rounding of the result, and one float32 rounding of the mean
+    allowed = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(true) + 2 * 1024 * np.finfo("float32").eps
+    assert np.all(error[ours.LayerNorm] <= allowed)
 
 
 def test_fast_variance_is_not_copied():
@@ -59,21 +41,6 @@ def test_fast_variance_is_not_copied():
     assert error[nnx.LayerNorm] > 0.1
     # one float32 rounding of the mean of numbers around 3000, whose spread is 1
     assert error[ours.LayerNorm] <= 2 * 3000 * np.finfo("float32").eps
-
-
-def test_linear_with_a_mask_or_a_product_of_its_own():
-    x = normal(0, SHAPE, "float32")
-    masked = ours.LayerNormLinear(8, 5, rngs=nnx.Rngs(0))
-    rngs = nnx.Rngs(0)
-    norm, linear = nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
-    np.testing.assert_array_equal(masked(x, mask=MASK), linear(norm(x, mask=MASK)))
-
-    def product(*args, **kwargs):
-        return 2 * jax.lax.dot_general(*args, **kwargs)
-
-    double = ours.LayerNormLinear(8, 5, dot_general=product, rngs=nnx.Rngs(0))
-    np.testing.assert_allclose(double(x), 2 * masked(x), rtol=1e-5, atol=1e-6)
-    assert [r.path for r in jln.explain(double, x)] == ["norm"]
 
 
 def test_metadata_is_flaxs():
@@ -131,12 +98,12 @@ def test_put_in_place_of_flaxs(monkeypatch):
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("epsilon", [1e308, ml_dtypes.bfloat16(0.25)], ids=str)
 def test_an_epsilon_that_few_would_give(epsilon):
-    """An epsilon too large for float32 is left to Flax's own code, and a scalar of ml_dtypes is taken as a number."""
+    """An epsilon too large for float32, or of ml_dtypes, is left to Flax's own code."""
     x = normal(0, (2, 8), "float32")
     own, theirs = (cls(8, epsilon=epsilon, rngs=nnx.Rngs(0)) for cls in (ours.LayerNorm, nnx.LayerNorm))
     np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5, atol=1e-6)
     (route,) = jln.explain(own, x)
-    assert route.path == ("plain" if epsilon == 1e308 else "norm"), route
+    assert route.path == "plain"
 
 
 def test_inside_of_transformations():
@@ -177,8 +144,8 @@ class Doubled(ours.LayerNorm):
     ],
     ids=["LoRALinear", "Einsum", "a norm"],
 )
-def test_a_layer_with_a_call_of_its_own_in_a_pair_is_called(name, make):
+def test_a_layer_that_takes_the_place_of_another_is_called(name, make):
     pair, x = ours.LayerNormLinear(8, 3, rngs=nnx.Rngs(0)), normal(0, SHAPE, "float32")
     setattr(pair, name, make(nnx.Rngs(1)))
     np.testing.assert_array_equal(pair(x), pair.linear(pair.norm(x)))
-    assert "a call of its own" in jln.explain(pair, x)[0].why
+    assert jln.explain(pair, x)[0].why == "a layer has been replaced"

@@ -32,9 +32,9 @@ class Made(NamedTuple):
     kernel: Any
 
 
-def of_nnx(cls, beside, **options):
+def of_nnx(cls, beside):
     del beside
-    layer = getattr(jln.nnx, cls)(H, N, epsilon=EPSILON, **options, rngs=nnx.Rngs(0))
+    layer = getattr(jln.nnx, cls)(H, N, epsilon=EPSILON, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
 
     def call(kernel, *args, **kwargs):
@@ -45,9 +45,9 @@ def of_nnx(cls, beside, **options):
     return Made(call, layer.linear.kernel[...])
 
 
-def of_linen(cls, beside, **options):
+def of_linen(cls, beside):
     """A layer whose parameters a call that quantises has made."""
-    layer = getattr(jln.linen, cls.replace("Linear", "Dense"))(N, epsilon=EPSILON, **options)
+    layer = getattr(jln.linen, cls.replace("Linear", "Dense"))(N, epsilon=EPSILON)
     params = layer.init(jax.random.key(0), X, **beside)["params"]
 
     def call(kernel, *args, **kwargs):
@@ -56,11 +56,9 @@ def of_linen(cls, beside, **options):
     return Made(call, params["dense"]["kernel"])
 
 
-def of_haiku(cls, beside, **options):
+def of_haiku(cls, beside):
     """A layer whose parameters a call that quantises has made."""
-    layer = hk.without_apply_rng(
-        hk.transform(lambda *a, **k: getattr(jln.haiku, cls)(N, eps=EPSILON, **options)(*a, **k))
-    )
+    layer = hk.without_apply_rng(hk.transform(lambda *a, **k: getattr(jln.haiku, cls)(N, eps=EPSILON)(*a, **k)))
     params = layer.init(jax.random.key(0), X, **beside)
     linear = next(n for n in params if n.endswith("/linear"))
 
@@ -88,12 +86,10 @@ def test_a_residual(kind, made):
     chex.assert_trees_all_equal(got, true)
 
 
-@pytest.mark.parametrize("where", ["constructor", "call"])
 @pytest.mark.parametrize("cls", ["LayerNormLinear", "RMSNormLinear"])
-def test_linears(cls, where, kind, made):
+def test_linears(cls, kind, made):
     """Results, the largest number of delayed scaling among them, and gradients are the fused operator's."""
-    by_call = {"quantize": kind} if where == "call" else {}
-    layer = made(cls, by_call, **({} if by_call else {"quantize": kind}))
+    layer = made(cls, {"quantize": kind})
     operator = functools.partial(jln.layer_norm_linear, offset=ZEROS) if cls[0] == "L" else jln.rms_norm_linear
 
     def run(f):
@@ -104,7 +100,7 @@ def test_linears(cls, where, kind, made):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(X, layer.kernel)
 
-    got = run(lambda kernel, x: layer.call(kernel, x, **by_call))
+    got = run(lambda kernel, x: layer.call(kernel, x, quantize=kind))
     true = run(
         lambda k, x: operator(x, scale=ONES, kernel=k, bias=jnp.zeros(N, "float32"), epsilon=EPSILON, quantize=kind)
     )
@@ -112,32 +108,17 @@ def test_linears(cls, where, kind, made):
     assert isinstance(got[0][1], jln.Scaled) == (kind == jln.Float8(0.03))
 
 
-def test_a_call_says_otherwise(made):
-    """The call's `quantize` wins, but where it is None; without either nothing is in eight bits."""
-    quantised, plain = made("RMSNormLinear", {}, quantize=jln.MXFloat8()), made("RMSNormLinear", {})
-
-    def result(layer, **call):
-        return layer.call(plain.kernel, X, **call)
-
-    in_blocks, by_a_scale = (result(plain, quantize=kind) for kind in (jln.MXFloat8(), jln.Float8()))
-    chex.assert_trees_all_equal(result(quantised), in_blocks)
-    chex.assert_trees_all_equal(result(quantised, quantize=None), in_blocks)
-    chex.assert_trees_all_equal(result(quantised, quantize=jln.Float8()), by_a_scale)
-    assert not any(jnp.array_equal(a, b) for a, b in ((in_blocks, result(plain)), (in_blocks, by_a_scale)))
-
-
 def test_several_linears():
-    layer = jln.nnx.RMSNormLinear(H, {"q": 32, "k": 64}, quantize=jln.Float8(0.03), rngs=nnx.Rngs(0))
-    (q, k), amax = layer(X)
+    layer, kind = jln.nnx.RMSNormLinear(H, {"q": 32, "k": 64}, rngs=nnx.Rngs(0)), jln.Float8(0.03)
+    (q, k), amax = layer(X, quantize=kind)
     assert (q.shape, k.shape, amax.shape) == ((3, 4, 32), (3, 4, 64), ())
-    ((q, _), _), total = layer(X, residual=RESIDUAL)
+    ((q, _), _), total = layer(X, residual=RESIDUAL, quantize=kind)
     chex.assert_trees_all_equal(total, X + RESIDUAL)
 
 
 def test_what_the_frameworks_own_code_computes_is_refused():
-    layer, mask = jln.nnx.LayerNormLinear(H, N, quantize=jln.MXFloat8(), rngs=nnx.Rngs(0)), jnp.ones(X.shape, bool)
-    for given in ({}, {"quantize": jln.Float8()}):
-        with pytest.raises(ValueError, match="mask is given"):
-            layer(X, mask=mask, **given)
+    layer = jln.nnx.LayerNormLinear(H, N, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="would round differently"):
+        layer(X, quantize=jln.MXFloat8())
     with pytest.raises(TypeError, match=r"jln\.Float8"):
-        layer(X, quantize="mxfp8")
+        layer(X.astype(jnp.bfloat16), quantize="mxfp8")

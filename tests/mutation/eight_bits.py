@@ -6,7 +6,7 @@ KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
 OF_USERS = "jln/_operators/eight_bits.py"
 TESTS = "tests/operators/test_eight_bits.py::"
-ADAPTER = "jln/_modules/adapter.py"
+MODULE = "jln/_modules.py"
 CALL = "jln/_operators/call.py"
 MODULES = "tests/modules/test_quantizing.py::"
 STRAIGHT = "tests/operators/test_straight_through.py::"
@@ -238,38 +238,24 @@ EIGHT_BITS = [
     ),
     Mutant(
         "a module's own code where eight bits are asked for",
-        ADAPTER,
+        MODULE,
         "        if quantize is not None:\n            raise",
         "        if False:\n            raise",
         (f"{MODULES}test_what_the_frameworks_own_code_computes_is_refused",),
     ),
     Mutant(
         "a module that makes no parameters where it quantises",
-        ADAPTER,
-        "self._call_each(norm, linears, inputs, of_linears, own)",
-        "pass",
-        (f"{MODULES}test_linears[blocks-linen-RMSNormLinear-call]",),
+        MODULE,
+        "    if in_init:\n        by_layers()",
+        "    if False:\n        by_layers()",
+        (f"{MODULES}test_linears[blocks-linen-RMSNormLinear]",),
     ),
     Mutant(
         "a module without the largest number",
-        ADAPTER,
+        MODULE,
         "y if results.y_max is None else Scaled(y, results.y_max)",
         "y",
         (f"{MODULES}test_several_linears",),
-    ),
-    Mutant(
-        "a constructor's eight bits in front of the call's",
-        "jln/haiku.py",
-        "self._quantize if quantize is None else quantize",
-        "quantize if self._quantize is None else self._quantize",
-        (f"{MODULES}test_a_call_says_otherwise[haiku]",),
-    ),
-    Mutant(
-        "a constructor's eight bits forgotten",
-        "jln/nnx.py",
-        "quantize = self.quantize if quantize is None else quantize",
-        "pass",
-        (f"{MODULES}test_a_call_says_otherwise[nnx]",),
     ),
     Mutant(
         "H split where a row is quantised",

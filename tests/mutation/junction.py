@@ -20,7 +20,7 @@ OF_H, OF_EXAMPLES = (
     {how: (f"{VALUES}[{how}-add_layer_norm-{kind}--1]",) for how in ("triton", "xla")}
     for kind in ("H-shared", "by example-by example")
 )
-ADAPTER, MODULES = "jln/_modules/adapter.py", "tests/modules/test_sums.py::test_"
+CALLS, MODULES = "jln/_modules.py", "tests/modules/test_sums.py::test_"
 SEVERAL_PROGRAMS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-(150, 127)-float32]",)
 GATED = "dx = gated(dx, gate_ptr, column, exists, COMPUTE)"
 
@@ -104,22 +104,12 @@ SUMS = [
         ("tests/operators/test_junction_costs.py::test_held_between_forward_and_backward[xla-H-some0-1-2-False]",),
     ),
     Mutant(
-        "a module's residual left out of the framework's own code", ADAPTER,
+        "a module's residual left out of the framework's own code", CALLS,
         "x.astype(dtype) + residual.astype(dtype)", "x.astype(dtype)",
         (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[linen mask is given]",),
     ),
     Mutant(
-        "a module's sum that its norm promotes in the operator", ADAPTER,
-        "not (reads_as_given and norm.x.dtype == self.total.dtype)", "norm.x.dtype != self.total.dtype",
-        (f"{MODULES}a_sum_that_nnx_promotes_is_made_in_front_of_the_norm",),
-    ),
-    Mutant(
-        "a module's sum that its norm makes narrower in the operator", ADAPTER,
-        "not (reads_as_given and norm.x.dtype == self.total.dtype)", "not reads_as_given",
-        ("tests/modules/test_several.py::test_a_sum_that_nnx_promotes_is_made_in_front",),
-    ),
-    Mutant(
-        "a module's residual of any shape", ADAPTER,
+        "a module's residual of any shape", CALLS,
         """_checks.shape("residual", residual, x.shape, "that of x")""", "pass",
         (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[nnx mask is given]",),
     ),

@@ -184,7 +184,7 @@ KEYS = (
     ),
     Mutant(
         "a program kept for each call of a Module",
-        "jln/_modules/nnx_functions.py",
+        "jln/nnx.py",
         "@dataclasses.dataclass\nclass _Call",
         "@dataclasses.dataclass(eq=False)\nclass _Call",
         (f"{NNX_OBJECTS}test_an_eager_call_keeps_nothing",),

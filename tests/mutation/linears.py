@@ -238,11 +238,21 @@ LINEARS = [
         (f"{SEEN}[value-]",),
     ),
     Mutant(
-        "LoRA of a Dense left out", "jln/linen.py", '{*layer.variables["params"]} - {"kernel", "bias"} or ', "",
-        (f"{OF_QWIX}[lora]",),
+        "LoRA of a Dense left out", "jln/linen.py", "for name, a in parameters.items()} != shapes",
+        "for name, a in parameters.items() if name in shapes} != shapes", (f"{OF_QWIX}[lora]",),
     ),
     Mutant(
-        "a Dense's kernel in eight bits for an array", "jln/linen.py",
-        " or not is_array", "", (f"{OF_QWIX}[ptq]",),
+        "a Dense's kernel in eight bits for an array", "jln/_modules.py",
+        "not all(isinstance(a, _ARRAY) for a in parameters)", "False", (f"{OF_QWIX}[ptq]",),
+    ),
+    Mutant(
+        "a layer of NNX that another has replaced left out", "jln/nnx.py",
+        "if any(type(a) not in (LayerNorm, RMSNorm, nnx.Linear, nnx.LinearGeneral) for a in (self.norm, *linears))",
+        "if False", ("tests/modules/test_nnx.py::test_a_layer_that_takes_the_place_of_another_is_called[LoRALinear]",),
+    ),
+    Mutant(
+        "a norm over other axes taken for one over the last", "jln/_modules.py",
+        "in ((-1,), (x.ndim - 1,))", "!= ()",
+        ("tests/modules/test_flax.py::test_path[LayerNorm-linen-reduction_axes=1-plain]",),
     ),
 ]  # fmt: skip
