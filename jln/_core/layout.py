@@ -30,21 +30,19 @@ class Dim:
 
     stored_as: the name of an array whose dimension this is alone, in which shardings do not propagate: parameters that
       are only stored in parts (FSDP) are gathered, instead of splitting the rows.
-    of: which of several products' features.
     """
 
     kind: Kind
     index: int = 0
     stored_as: str = ""
-    of: int = 0
 
     @property
     def computed(self) -> Dim:
-        return Dim(self.kind, self.index, of=self.of)
+        return Dim(self.kind, self.index)
 
     def factor(self) -> str:
         """The dimension's name in a Shardy rule."""
-        return f"{self.kind.name.lower()}{self.index}of{self.of}{self.stored_as}"
+        return f"{self.kind.name.lower()}{self.index}{self.stored_as}"
 
 
 Dims = tuple[Dim, ...]

@@ -64,7 +64,6 @@ class Operation(Generic[Operands, Results]):
       a program that JAX spreads over devices, makes a function one that the program calls on the host, and returns its
       number; else None.
     layout: from the formula's arguments to the `Layout` of its arrays, for `jln._core.partitioned`.
-    shapes: from the formula's arguments to the results' shapes and dtypes; by default found by tracing the formula.
     reads: `reads(settings, dtypes)` -> the names of the operands that the wanted results, those with a dtype, are made
       of. For an operation of which not all results may be wanted: the others are not read.
     rows: from operands, or what stands for them, to those so large that they stay where an axis of vmap is in them.
@@ -81,14 +80,13 @@ class Operation(Generic[Operands, Results]):
         formula_tpu: Callable[..., Results] | None = None,
         kernels: Callable[[str | None, bool, Any], Callable[..., Results] | str] | None = None,
         layout: Callable[..., Layout] | None = None,
-        shapes: Callable[..., Results] | None = None,
         reads: Callable[[Any, Results], Container[str]] | None = None,
         rows: Callable[[Operands], Any] = lambda operands: (),
         before_spread: Callable[[Operands], Operands] | None = None,
     ):
         self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
         self._formula_tpu = formula_tpu or formula
-        self._kernels, self._layout, self._shapes, self._reads = kernels, layout, shapes, reads
+        self._kernels, self._layout, self._reads = kernels, layout, reads
         self._rows, self._before_spread = rows, before_spread
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
@@ -159,7 +157,7 @@ class Operation(Generic[Operands, Results]):
 
     def _abstract(self, *avals, tree, request, **_):
         arrays = tuple([(a.shape, a.dtype) for a in avals])
-        shapes = _result_shapes(self._formula, self._shapes, arrays, tree, request, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+        shapes = _result_shapes(self._formula, arrays, tree, request, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
         like = avals[0]  # all operands are on one mesh, and vary over the same axes of it
 
         def aval(shape, dtype):
@@ -357,11 +355,9 @@ def _of_leaves(function: Callable[..., Any], tree: Any, request: Request) -> Cal
 
 
 @functools.lru_cache(maxsize=1024)
-def _result_shapes(formula, shapes, arrays, tree, request, x64: bool) -> list[jax.ShapeDtypeStruct]:
+def _result_shapes(formula, arrays, tree, request, x64: bool) -> list[jax.ShapeDtypeStruct]:
     del x64  # on which JAX's dtypes depend
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
-    if shapes is not None:
-        return jax.tree.leaves(shapes(tree.unflatten(operands), *request.arguments()))
     return jax.eval_shape(_of_leaves(formula, tree, request), *operands)
 
 

@@ -153,14 +153,11 @@ def place(
                 sizes[dim] = size
                 wanted[dim] = wanted.get(dim) or axes
                 asked |= {*axes} if has_rows and dim.kind == Kind.FEATURE else set()
-    products = {dim.of for dims in described for dim in dims if dim.kind == Kind.FEATURE}
 
     def chosen(of_features: set[str]) -> Placement:
         """The placement in which the axes `of_features` split features, whatever else they split."""
 
         def may_share(axis: str, one: Dim, other: Dim) -> bool:
-            if one.kind == other.kind == Kind.FEATURE:
-                return one.of != other.of
             return (one.kind, other.kind) == (Kind.ROW, Kind.FEATURE) and axis in of_features
 
         split: dict[Dim, MeshAxes] = {}
@@ -176,13 +173,6 @@ def place(
             axes = tuple(a for a in axes if a not in taken)
             if axes and sizes[dim] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
                 split[dim] = axes
-        # Of a sum over the features of all products every device has a share of each product.
-        of_each = [
-            {a for d, axes in split.items() if (d.kind, d.of) == (Kind.FEATURE, of) for a in axes} for of in products
-        ]
-        by_all = set.intersection(*of_each) if of_each else set()
-        for dim in [d for d in split if d.kind == Kind.FEATURE]:
-            split[dim] = tuple(a for a in split[dim] if a in by_all)
         return Placement(mesh, split)
 
     placement = chosen(asked)

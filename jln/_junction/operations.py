@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
+from jln._core.layout import Layout
 from jln._core.operation import Operation
-from jln._junction import arrays, formulas, gradients, shapes
-from jln._junction.arrays import TABLE, Arrays, Shape
+from jln._junction import arrays, formulas, gradients
+from jln._junction.arrays import TABLE, Arrays, Junction, Shape
+from jln._junction.layout import layout
 from jln._junction.linears import formulas as linears
 from jln._triton.target import kernels
 
@@ -24,11 +25,9 @@ def _launches_with_linears():
     return launches
 
 
-def _of_features(function: Any) -> Any:
-    """A function of the norm and the Linears' features, as one of the junction."""
-    return lambda operands, junction, dtypes, batch_dims: function(
-        operands, junction.norm, dtypes, batch_dims, junction.features
-    )
+def _layout_with_linear(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Layout:
+    (features,) = junction.features
+    return layout(operands, junction.norm, dtypes, batch_dims, features)
 
 
 def rows_of(operands: Arrays) -> Arrays:
@@ -42,8 +41,7 @@ forward: Operation[Arrays, Arrays] = Operation(
     formula_cpu=formulas.forward_cpu,
     formula_tpu=formulas.forward_tpu,
     kernels=kernels(lambda: _launches().forward),
-    layout=shapes.layout,
-    shapes=shapes.result_shapes,
+    layout=layout,
     reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
     rows=rows_of,
 )
@@ -53,8 +51,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     formula_cpu=gradients.backward_cpu,
     formula_tpu=gradients.backward_tpu,
     kernels=kernels(lambda: _launches().backward),
-    layout=shapes.layout,
-    shapes=shapes.result_shapes,
+    layout=layout,
     reads=arrays.reads_of_gradients,
     rows=rows_of,
     before_spread=gradients.with_one_dy,
@@ -65,8 +62,7 @@ forward_in_one: Operation[Arrays, Arrays] = Operation(
     formula_cpu=linears.forward_cpu,
     formula_tpu=linears.forward_tpu,
     kernels=kernels(lambda: _launches_with_linears().forward),
-    layout=_of_features(shapes.layout),
-    shapes=_of_features(shapes.result_shapes),
+    layout=_layout_with_linear,
     reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
     rows=rows_of,
 )
@@ -76,8 +72,7 @@ backward_in_one: Operation[Arrays, Arrays] = Operation(
     formula_cpu=linears.backward_cpu,
     formula_tpu=linears.backward_tpu,
     kernels=kernels(lambda: _launches_with_linears().backward),
-    layout=_of_features(shapes.layout),
-    shapes=_of_features(shapes.result_shapes),
+    layout=_layout_with_linear,
     reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
     rows=rows_of,
 )
@@ -85,8 +80,7 @@ column_sums: Operation[Arrays, Arrays] = Operation(
     "jln_column_sums",
     linears.column_sums,
     kernels=kernels(lambda: _launches_with_linears().column_sums),
-    layout=_of_features(shapes.layout),
-    shapes=_of_features(shapes.result_shapes),
+    layout=_layout_with_linear,
 )
 
 

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 import jln
 import workbench
 from catalogue import OPERATORS
-from jln._triton import target
 from matrix import communication, loss_by_name, mesh, operands
 
 if len(jax.devices()) < 8:
@@ -46,42 +45,6 @@ def test_every_operator(name, split):
     given, put = placed(name, split)
     got = value_and_gradient(jln, name, implementation="triton")(put)
     chex.assert_trees_all_close(got, value_and_gradient(jln.reference, name)(given), **CLOSE)
-
-
-@pytest.mark.parametrize("split", [*SPLITS, "rows gathered"])
-def test_product_that_is_kept(split):
-    """Each device keeps the product of its rows and features, and nothing more is communicated for it.
-
-    It is that of 8 rows' 64 elements and 4 features in bfloat16; none is kept in float32.
-    """
-    made = workbench.named("layer_norm_linear", (4, 2, 64), "float32", features=(4,))
-    of_rows = {"activation": P("data", "tensor"), "kernel": P(None, "tensor"), "bias": P("tensor")}
-    specs = SPLITS.get(split, of_rows)
-    roles = {a.name: a.role for a in OPERATORS["layer_norm_linear"].arguments}
-
-    def function(**arrays):
-        y = jln.layer_norm_linear(**arrays, implementation="triton")
-        if split == "rows gathered":
-            y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh(), P("data", None, "tensor")))
-        return y
-
-    def put(dtype):
-        placed = {n: NamedSharding(mesh(), specs.get(roles[n], P())) for n in made}
-        return {n: jax.device_put(a.astype(dtype), placed[n]) for n, a in made.items()}
-
-    def step():
-        return jax.jit(jax.grad(loss_by_name(function)))
-
-    with target.recording() as launches:
-        step().lower(put("bfloat16")).compile()
-    kernels = [run.kernel.fn.__name__ for run in launches]
-    assert "row_sums_of_product_kernel" in kernels and "row_sums_kernel" not in kernels
-    counts = [communication(step().lower(put(dtype)).compile())[0] for dtype in ("bfloat16", "float32")]
-    assert counts[0] == counts[1]
-    plain = jax.jit(jax.grad(loss_by_name(jln.reference.layer_norm_linear)))
-    true = plain({n: a.astype("bfloat16").astype("float64") for n, a in made.items()})
-    for n, a in step()(put("bfloat16")).items():
-        assert jnp.max(jnp.abs(a.astype("float64") - true[n])) <= 2**-6 * jnp.max(jnp.abs(true[n])), n
 
 
 def test_sequence_parallelism():

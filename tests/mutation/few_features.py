@@ -81,12 +81,6 @@ FEW_FEATURES = [
         ON_A_MESH,
     ),
     Mutant(
-        "a product's rows that are no examples", SHAPES,
-        "return _dims_of_linears(kind, tuple(of_x[:-1]),",
-        "return _dims_of_linears(kind, (*of_x[:batch_dims], *(Dim(Kind.ROW, i) for i in range(batch_dims, ndim - 1))),",
-        ON_A_MESH,
-    ),
-    Mutant(
         "dkernel of each of vmap's examples added up over devices", PLACEMENT, "Kind.BATCH: own}", "Kind.BATCH: set()}",
         (f"{JUNCTION_MESH}test_few_features_of_examples_under_vmap",),
     ),

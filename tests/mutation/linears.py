@@ -12,11 +12,9 @@ from targets import (
     NORM_LAUNCH,
     OPERATIONS,
     PARTITIONED,
-    PLACEMENT,
     SEVERAL,
     SHAPES,
     SHARDED_DTYPES,
-    SHARDING,
     XLA_GRADIENTS,
     XLA_LINEAR,
     XLA_LINEARS,
@@ -204,11 +202,6 @@ LINEARS = [
     Mutant(
         "dtotal added by no part of the features", PARTITIONED, "jnp.where(first, a, 0) if is_term", "0 * a if is_term",
         IN_ONE_ON_A_MESH,
-    ),
-    Mutant(
-        "a product that is whole on each device counted by each", PLACEMENT,
-        "split[dim] = tuple(a for a in split[dim] if a in by_all)", "pass",
-        (f"{SHARDING}test_several_linears[features0-float32-one alone-Auto]",),
     ),
     Mutant(
         "shares of dbias added up over devices in 16 bits",

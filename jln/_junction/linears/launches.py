@@ -28,7 +28,7 @@ def forward(
     gathered: formulas.Gathered = (),
 ) -> Arrays:
     (dtype,), (kernel,) = dtypes.y, operands.kernel
-    if dtype is not None and not (batch_dims or gathered or junction.norm.has_groups):
+    if dtype is not None and not (batch_dims or gathered):
         *lead, h = operands.x.shape
         n, adds = math.prod(kernel.shape[1:]), operands.residual is not None
         tile = tiles.forward_tile(math.prod(lead), h, n, dtype, target.chip, adds)
@@ -46,7 +46,7 @@ def backward(
     gathered: formulas.Gathered = (),
 ) -> Arrays:
     reads_rows = jax.tree.leaves(dtypes._replace(offset=None, bias=None))
-    if reads_rows and not (batch_dims or gathered or junction.norm.has_groups):
+    if reads_rows and not (batch_dims or gathered):
         (dy,) = operands.dy
         *lead, h = operands.total.shape
         rows = math.prod(lead)
