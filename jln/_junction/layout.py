@@ -21,10 +21,8 @@ def layout(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, featur
     features: how many axes of features the Linear has; None for the norm by itself.
     """
     pulls = operands.dy is not None
-    if features is not None and pulls:
-        ndim = operands.dy[0].ndim - features + 1
-    else:
-        ndim = jax.tree.leaves(operands)[0].ndim
+    of_product = pulls and features is not None
+    ndim = operands.dy[0].ndim - features + 1 if of_product else jax.tree.leaves(operands)[0].ndim
 
     def dims(name: str) -> Any:
         kind = TABLE[name].shape

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+from typing import Any
 
 from jln._core.layout import Layout
 from jln._core.operation import Operation
@@ -13,16 +15,9 @@ from jln._junction.linears import formulas as linears
 from jln._triton.target import kernels
 
 
-def _launches():
-    from jln._junction import launches
-
-    return launches
-
-
-def _launches_with_linears():
-    from jln._junction.linears import launches
-
-    return launches
+def _launches(module: str, name: str) -> Any:
+    """The kernels of an operation by the function that launches them, which is imported where they run, with Triton."""
+    return kernels(lambda: getattr(importlib.import_module(f"jln._junction.{module}"), name))
 
 
 def _layout_with_linear(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Layout:
@@ -40,7 +35,7 @@ forward: Operation[Arrays, Arrays] = Operation(
     formulas.forward,
     formula_cpu=formulas.forward_cpu,
     formula_tpu=formulas.forward_tpu,
-    kernels=kernels(lambda: _launches().forward),
+    kernels=_launches("launches", "forward"),
     layout=layout,
     reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
     rows=rows_of,
@@ -50,7 +45,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     gradients.backward,
     formula_cpu=gradients.backward_cpu,
     formula_tpu=gradients.backward_tpu,
-    kernels=kernels(lambda: _launches().backward),
+    kernels=_launches("launches", "backward"),
     layout=layout,
     reads=arrays.reads_of_gradients,
     rows=rows_of,
@@ -61,7 +56,7 @@ forward_in_one: Operation[Arrays, Arrays] = Operation(
     linears.forward,
     formula_cpu=linears.forward_cpu,
     formula_tpu=linears.forward_tpu,
-    kernels=kernels(lambda: _launches_with_linears().forward),
+    kernels=_launches("linears.launches", "forward"),
     layout=_layout_with_linear,
     reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
     rows=rows_of,
@@ -71,7 +66,7 @@ backward_in_one: Operation[Arrays, Arrays] = Operation(
     linears.backward,
     formula_cpu=linears.backward_cpu,
     formula_tpu=linears.backward_tpu,
-    kernels=kernels(lambda: _launches_with_linears().backward),
+    kernels=_launches("linears.launches", "backward"),
     layout=_layout_with_linear,
     reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
     rows=rows_of,
@@ -79,7 +74,7 @@ backward_in_one: Operation[Arrays, Arrays] = Operation(
 column_sums: Operation[Arrays, Arrays] = Operation(
     "jln_column_sums",
     linears.column_sums,
-    kernels=kernels(lambda: _launches_with_linears().column_sums),
+    kernels=_launches("linears.launches", "column_sums"),
     layout=_layout_with_linear,
 )
 

@@ -169,7 +169,7 @@ def _dequantised(values: Array, scale: Array, axis: int, dtype: Any) -> Array:
 def cudnn_product(dtype: str) -> Callable[[Array, Array, Array, Array], Array]:
     """The product of a `[B, M, K]`, its scales, b `[B, N, K]` and its scales.
 
-    Examples of one side alone become rows of it: `jax.nn.scaled_matmul` copies what they share, or on JAX 0.10 refuses.
+    What the examples of a `vmap` share is written out: JAX 0.10 refuses one of `jax.nn.scaled_matmul` over one side.
     """
 
     @jax.custom_batching.custom_vmap
@@ -178,16 +178,9 @@ def cudnn_product(dtype: str) -> Callable[[Array, Array, Array, Array], Array]:
         return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=jnp.dtype(dtype))
 
     @product.def_vmap
-    def of_examples(size: int, batched: Sequence[bool], *given: Array) -> tuple[Array, bool]:
-        whole = [v if given else jnp.broadcast_to(v, (size, *v.shape)) for v, given in zip(given, batched, strict=True)]
-        of_a, of_b = any(batched[:2]), any(batched[2:])
-        if of_a and of_b:
-            y = product(*(v.reshape(-1, *v.shape[2:]) for v in whole))
-            return y.reshape(size, -1, *y.shape[1:]), True
-        as_rows = [jnp.moveaxis(v, 0, 1).reshape(v.shape[1], -1, v.shape[-1]) for v in whole]
-        y = product(*(as_rows[:2] if of_a else given[:2]), *(as_rows[2:] if of_b else given[2:]))
-        batch, m, n = y.shape
-        parts = y.reshape((batch, size, -1, n) if of_a else (batch, m, size, -1))
-        return jnp.moveaxis(parts, 1 if of_a else 2, 0), True
+    def multiply_examples(size: int, batched: Sequence[bool], *given: Array) -> tuple[Array, bool]:
+        whole = [v if own else jnp.broadcast_to(v, (size, *v.shape)) for v, own in zip(given, batched, strict=True)]
+        y = product(*(v.reshape(-1, *v.shape[2:]) for v in whole))
+        return y.reshape(size, -1, *y.shape[1:]), True
 
     return product
