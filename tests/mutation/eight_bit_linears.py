@@ -102,15 +102,6 @@ EIGHT_BIT_LINEARS = [
         "return Eight(values.astype(dtype), scale, axes)",
         (f"{TESTS}test_errors",),
     ),
-    Mutant("the wrong side's examples as rows", PRODUCTS, "as_rows[:2] if of_a else given[:2]", "given[:2]", CUDNN),
-    Mutant("examples of both sides as rows", PRODUCTS, "if of_a and of_b:", "if False:", CUDNN),
-    Mutant(
-        "rows of examples put back in the other order",
-        PRODUCTS,
-        "jnp.moveaxis(parts, 1 if of_a else 2, 0)",
-        "jnp.moveaxis(parts, 2 if of_a else 1, 0)",
-        CUDNN,
-    ),
     Mutant(
         "an offset's gradient by another recipe where it is wanted alone",
         XLA_LINEAR,
