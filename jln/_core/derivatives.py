@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding
 
 from jln._core.modes import own_modes
-from jln._core.operation import varying_together
+from jln._core.operation import vary_together
 from jln._core.reverse_mode import Plain, Widen, in_reverse_mode
 
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
@@ -62,13 +62,13 @@ class Rules:
         forward.defjvp(_in_own_modes(self._tangents), symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
-            operands = varying_together(operands)
+            operands = vary_together(operands)
             return (forward if forward_mode else once)(settings, operands)
 
         return operator
 
     def _value(self, settings, operands):
-        return _batched_together(self.value(settings, operands))
+        return _batch_together(self.value(settings, operands))
 
     def _saving(self, settings, operands):
         primals, tree = jax.tree.flatten(operands)  # each a CustomVJPPrimal
@@ -77,7 +77,7 @@ class Rules:
         results, saved = self.saving(settings, tree.unflatten([a.value for a in primals]), _only(dtypes, flags))
         leaves, tree = jax.tree.flatten(saved)
         kept = tree.unflatten([a.nothing() if isinstance(a, Unneeded) else a for a in leaves])
-        return _batched_together(results), (kept, _Static(dtypes), _residuals_of(flags))
+        return _batch_together(results), (kept, _Static(dtypes), _residuals_of(flags))
 
     def _gradients(self, settings, residuals, cotangents):
         saved, dtypes, flags = residuals
@@ -92,7 +92,7 @@ class Rules:
         assert self.tangents is not None
         results, saved = self.saving(settings, operands, wanted)
         saved = jax.tree.map(lambda a: None if isinstance(a, Unneeded) else a, saved)
-        return _batched_together(results), self.tangents(settings, operands, saved, tangents, results)
+        return _batch_together(results), self.tangents(settings, operands, saved, tangents, results)
 
 
 def _in_own_modes(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ def _in_own_modes(rule: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def named_statistics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def name_statistics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Row statistics under the name by which policies of `jax.checkpoint` find them."""
     return {name: checkpoint_name(a, STATISTICS) for name, a in statistics.items()}
 
@@ -195,7 +195,7 @@ def _batching_primitive() -> Primitive:
 _together = _batching_primitive()
 
 
-def _batched_together(results: Any) -> Any:
+def _batch_together(results: Any) -> Any:
     given, tree = jax.tree.flatten(results)
     return tree.unflatten(_together.bind(*given)) if len(given) > 1 else results
 

@@ -106,7 +106,7 @@ class Layout:
         terms = [isinstance(d, Term) for d in given]
         return cls([d.dims if isinstance(d, Term) else d for d in given], terms, _present(dtypes, results), whole)
 
-    def widened(self, dtypes: Any) -> Any:
+    def widen(self, dtypes: Any) -> Any:
         """The results' dtypes, at least float32 for results that are added up wide."""
         names, tree = jax.tree.flatten(dtypes)
         wide = [

@@ -27,7 +27,7 @@ from jln._core.identity import identity
 from jln._core.layout import Layout, leaves_or_none
 from jln._core.modes import own_modes
 from jln._core.one_by_one import right_on_cpu
-from jln._core.partitioned import partitioned
+from jln._core.partition import partition
 
 # NamedTuples of arrays and of tuples of arrays, or of what stands for them (shapes, dtypes); None where one is absent.
 Operands = TypeVar("Operands")
@@ -63,7 +63,7 @@ class Operation(Generic[Operands, Results]):
       nobody asked for them by name, "" where that is nothing to tell users. Called when a program is lowered. add: for
       a program that JAX spreads over devices, makes a function one that the program calls on the host, and returns its
       number; else None.
-    layout: from the formula's arguments to the `Layout` of its arrays, for `jln._core.partitioned`.
+    layout: from the formula's arguments to the `Layout` of its arrays, for `jln._core.partition`.
     reads: `reads(settings, dtypes)` -> the names of the operands that the wanted results, those with a dtype, are made
       of. For an operation of which not all results may be wanted: the others are not read.
     rows: from operands, or what stands for them, to those so large that they stay where an axis of vmap is in them.
@@ -94,7 +94,7 @@ class Operation(Generic[Operands, Results]):
         primitive.def_abstract_eval(self._abstract)
         batching.primitive_batchers[primitive] = self._batch
         ad.primitive_jvps[primitive] = self._jvp
-        watched_by_checkify(primitive)
+        watch_for_nan(primitive)
         if reads is not None:
             partial_eval.dce_rules[primitive] = self._without_unused
         for platform in (None, "cpu", "tpu", "cuda", "rocm"):
@@ -180,14 +180,14 @@ class Operation(Generic[Operands, Results]):
             return jnp.expand_dims(a, front) if given is None else jnp.moveaxis(a, given, front)
 
         request = dataclasses.replace(request, batch_dims=request.batch_dims + 1)
-        operands = [moved(a, d) for a, d in zip(varying_together(operands), dims, strict=True)]
+        operands = [moved(a, d) for a, d in zip(vary_together(operands), dims, strict=True)]
         results = self._primitive.bind(*operands, tree=tree, request=request, implementation=implementation, **params)
         places = [min(place, a.ndim - 1) for a in results]
         return [jnp.moveaxis(a, front, to) for a, to in zip(results, places, strict=True)], places
 
     def _jvp(self, primals, tangents, *, tree, request, **params):
         """Results by the kernels, tangents by differentiating the formula."""
-        formula = _of_leaves(self._formula, tree, request)
+        formula = _on_leaves(self._formula, tree, request)
         tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
         _, tangents_out = jax.jvp(formula, tuple(primals), tangents)
         results = self._primitive.bind(*primals, tree=tree, request=request, **params)
@@ -214,7 +214,7 @@ class Operation(Generic[Operands, Results]):
                 return mlir.lower_fun(again, multiple_results=True)(ctx, *operands)
         add = None if spread is None else functools.partial(_add_host_callback, ctx.module_context)
         compute = self._chosen(platform, implementation, add)
-        function = _of_leaves(compute, tree, request)
+        function = _on_leaves(compute, tree, request)
         if spread is not None:
             assert self._layout is not None
             layout = self._layout(tree.unflatten(ctx.avals_in), *request.arguments())
@@ -223,16 +223,16 @@ class Operation(Generic[Operands, Results]):
             what = self._primitive.name, platform, implementation, target and target.made_of()
             name = identity(what, arrays, tree, request, spread)
             formula = self._formula_on(platform)
-            exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
+            exact = dataclasses.replace(request, dtypes=layout.widen(request.dtypes))
             of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else formula
 
             def shares(h_axes, gathered, *operands):
                 how = {name: axes for name, axes in (("h_axes", h_axes), ("gathered", gathered)) if axes}
                 share = functools.partial(of_split_rows if h_axes else compute, **how)
-                return _of_leaves(share, tree, exact)(*operands)
+                return _on_leaves(share, tree, exact)(*operands)
 
             if not spread.manual or compute is not formula:
-                function = partitioned(function, shares, layout, spread, implementation != "triton", name)
+                function = partition(function, shares, layout, spread, implementation != "triton", name)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     def _with_operands(self, changed, tree, request, implementation) -> Callable[..., Any]:
@@ -309,12 +309,12 @@ def behind_rows(implementation: str | None) -> str:
     return "xla"
 
 
-def watched_by_checkify(primitive: Primitive) -> None:
+def watch_for_nan(primitive: Primitive) -> None:
     """Have `jax.experimental.checkify` look for NaN in a primitive's results, as in those of JAX's own primitives."""
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
 
 
-def varying_together(operands: Any) -> Any:
+def vary_together(operands: Any) -> Any:
     """Cast the operands, inside shard_map, so that each varies over each mesh axis that any of them varies over.
 
     Where the cast is outside of the operator's custom_vjp, JAX adds up a shared parameter's gradient over these axes.
@@ -344,7 +344,7 @@ def _like(aval: ShapedArray, gradient: jax.Array | None) -> Any:
     return jnp.sum(gradient, shared, keepdims=True).astype(aval.dtype)
 
 
-def _of_leaves(function: Callable[..., Any], tree: Any, request: Request) -> Callable[..., list[jax.Array]]:
+def _on_leaves(function: Callable[..., Any], tree: Any, request: Request) -> Callable[..., list[jax.Array]]:
     """A function from the operands' leaves to the results' leaves, from `function` of trees; None is no leaf."""
 
     def call(*leaves):
@@ -358,7 +358,7 @@ def _of_leaves(function: Callable[..., Any], tree: Any, request: Request) -> Cal
 def _result_shapes(formula, arrays, tree, request, x64: bool) -> list[jax.ShapeDtypeStruct]:
     del x64  # on which JAX's dtypes depend
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
-    return jax.eval_shape(_of_leaves(formula, tree, request), *operands)
+    return jax.eval_shape(_on_leaves(formula, tree, request), *operands)
 
 
 @functools.lru_cache(maxsize=1024)

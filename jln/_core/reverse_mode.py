@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jln._core.operation import varying_together, watched_by_checkify
+from jln._core.operation import vary_together, watch_for_nan
 
 # From settings, operands, and the place of vmap's axis in each operand, None in one that is shared, to the settings and
 # the operands of one call, and to the place of the axis in all of its results. None where no one call is the same.
@@ -50,7 +50,7 @@ def in_reverse_mode(
 
     def batch(leaves, dims, *, jaxpr, used, settings, tree):
         del jaxpr
-        leaves = varying_together(leaves)
+        leaves = vary_together(leaves)
         wider = widen(settings, tree.unflatten(leaves), tree.unflatten(dims))
         if wider is None:
             each = functools.partial(plain(settings, tree.unflatten(dims)) or derivative, settings)
@@ -84,7 +84,7 @@ def in_reverse_mode(
     primitive.def_impl(evaluate)
     primitive.def_abstract_eval(lambda *_, jaxpr, used, **__: _only(jaxpr.out_avals, used))
     ad.primitive_jvps[primitive] = differentiate
-    watched_by_checkify(primitive)
+    watch_for_nan(primitive)
     batching.primitive_batchers[primitive] = batch
     partial_eval.dce_rules[primitive] = without_unused
     mlir.register_lowering(primitive, mlir.lower_fun(of_jaxpr, multiple_results=True))

@@ -116,14 +116,14 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bo
     def on_one_axis(a: jax.Array) -> jax.Array:
         return a.reshape(*a.shape[:h], math.prod(a.shape[h:end]), *a.shape[end:])
 
-    def of_same_rank(parameter: jax.Array) -> jax.Array:
+    def align(parameter: jax.Array) -> jax.Array:
         if parameter.shape != normalised:
             return on_one_axis(parameter)
         in_order = parameter.transpose([axes.index(a) for a in order])
         return in_order.reshape([in_order.size if i == h else 1 for i in range(ndim)])
 
     operands = {
-        name: on_one_axis(a) if TABLE[name].shape is Shape.ROW else of_same_rank(a)
+        name: on_one_axis(a) if TABLE[name].shape is Shape.ROW else align(a)
         for name, a in arrays._replace(kernel=None, bias=None).present().items()
     }
     columns = [name for name in operands if TABLE[name].shape is Shape.COLUMN]
@@ -137,7 +137,7 @@ def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bo
         for name, a in operands.items():
             if TABLE[name].shape is not Shape.ROW:
                 of_h = [h] if TABLE[name].shape is Shape.COLUMN else []
-                operands[name] = written_out(a, operands["x"], of_groups + of_h)
+                operands[name] = write_out(a, operands["x"], of_groups + of_h)
     return Arrays(**operands, kernel=arrays.kernel, bias=arrays.bias), norm
 
 
@@ -163,7 +163,7 @@ def no_kernels(arrays: Arrays, axes: tuple[int, ...], is_arranged: bool) -> str 
     return None
 
 
-def written_out(a: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def write_out(a: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """The array with the sizes of x on these axes. The gradient of a copy is added up in the compute dtype."""
     shape = tuple(x.shape[i] if i in axes else n for i, n in enumerate(a.shape))
     wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), a.dtype)

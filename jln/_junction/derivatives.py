@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln._core.derivatives import PRODUCT, Rules, Unneeded, named_statistics
+from jln._core.derivatives import PRODUCT, Rules, Unneeded, name_statistics
 from jln._core.modes import own_modes
-from jln._core.operation import LinearOperation, varying_together
+from jln._core.operation import LinearOperation, vary_together
 from jln._junction import arrays, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.eight_bits import largest
@@ -37,11 +37,11 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     dtypes = arrays.statistics_dtypes(operands, norm, keeps)._replace(y=junction.y_dtype, total=total)
     if operands.kernel is None:
         if junction.eight_bits:
-            return _normed_in_eight_bits(junction, operands, dtypes)
+            return _norm_in_eight_bits(junction, operands, dtypes)
         return forward(operands, norm, dtypes, implementation=junction.implementation)
     products = linears.product_dtypes(operands)
     if junction.eight_bits:
-        z = _normed_in_eight_bits(junction, operands._replace(kernel=None, bias=None), dtypes)
+        z = _norm_in_eight_bits(junction, operands._replace(kernel=None, bias=None), dtypes)
         y = eight_bits.forward(z, operands, junction, products)
         if junction.by_cudnn:  # no policy knows such a product
             y = tuple(checkpoint_name(a, PRODUCT) for a in y)
@@ -54,7 +54,7 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     return results._replace(y=tuple(checkpoint_name(y, PRODUCT) for y in results.y))
 
 
-def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
+def _norm_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
     """The norm's results with y in eight bits, and its block_scale, or the scale and y_max of all rows."""
     norm, by = junction.norm, functools.partial(forward, implementation=junction.implementation)
     dtypes = dtypes._replace(y=junction.y_dtype)
@@ -81,7 +81,7 @@ def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:
         dtypes = [a.dtype for a in (operands.x, operands.added) if a is not None]
         carrier = jnp.zeros(outcome.y.shape, functools.reduce(jnp.promote_types, dtypes))
         results = outcome.only(("y", "y_scale", "y_max", "block_scale"))
-        return results._replace(total=total, carrier=varying_together((carrier, outcome.y))[0])
+        return results._replace(total=total, carrier=vary_together((carrier, outcome.y))[0])
     amax = outcome.y_max if operands.y_scale is not None else None
     return Arrays(y=outcome.y, total=total, y_max=amax)
 
@@ -114,10 +114,10 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     of_all = _reads(junction, operands, jax.tree.map(lambda a: a.dtype.name, operands))
     outcome = _outcome(junction, operands, reads)
     if junction.quantises:
-        outcome = outcome._replace(y=_differentiated_once(outcome.y))
+        outcome = outcome._replace(y=_differentiate_once(outcome.y))
     total = operands.x if outcome.total is None else outcome.total
     there = operands._replace(total=total, y_scale=outcome.y_scale)
-    there = there._replace(**named_statistics(outcome.only(KEPT).present()))
+    there = there._replace(**name_statistics(outcome.only(KEPT).present()))
     if not junction.norm.switches.subtract_mean:
         of_all -= {"mean"}
     # A statistic that nobody reads was not computed: what stands for it is batched as a result is.
@@ -128,11 +128,11 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
 
 
 @jax.custom_jvp
-def _differentiated_once(y: jax.Array) -> jax.Array:
+def _differentiate_once(y: jax.Array) -> jax.Array:
     return y
 
 
-@_differentiated_once.defjvp
+@_differentiate_once.defjvp
 def _refused(*_: Any) -> Any:
     raise TypeError("gradients that go straight through eight bits have no derivatives")
 
@@ -145,10 +145,10 @@ def _gradients(junction: Junction, saved: Arrays, cotangents: Arrays, wanted: Ar
                 "custom_vjp function whose cotangent of values is None, and of the carrier that of the numbers"
             )
         cotangents = Arrays(y=cotangents.carrier, total=cotangents.total)
-    return _pulled_back(cotangents, saved, junction, wanted, 0)
+    return _pull_back(cotangents, saved, junction, wanted, 0)
 
 
-def _pulled_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: Arrays, batch_dims: int) -> Arrays:
+def _pull_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: Arrays, batch_dims: int) -> Arrays:
     """The gradients of the wanted operands, each in its dtype."""
     dy, dtotal, differ = cotangents.y, cotangents.total, _differ(junction.norm, saved)
     if junction.norm.remat:
@@ -157,11 +157,11 @@ def _pulled_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: 
         total = (dtotal if saved.total is None else saved.total).dtype.name
     dtypes = arrays.gradient_dtypes(wanted, total, differ)
     if jax.tree.leaves(dy):
-        pulled = _pulled_by_operation(saved._replace(dy=dy, dtotal=dtotal), junction, dtypes, batch_dims)
+        pulled = _pull_by_operation(saved._replace(dy=dy, dtotal=dtotal), junction, dtypes, batch_dims)
     elif dtotal is None:
         pulled = Arrays()
     else:
-        pulled = _of_total_alone(dtotal, saved, junction, dtypes, batch_dims)
+        pulled = _pull_back_total(dtotal, saved, junction, dtypes, batch_dims)
     residual = pulled.residual if differ else pulled.x
 
     def like(a: Any, dtype: Any) -> Any:
@@ -172,7 +172,7 @@ def _pulled_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: 
     return pulled._replace(x=like(pulled.x, wanted.x), residual=like(residual, wanted.residual), added=added)
 
 
-def _pulled_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
+def _pull_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
     how: Any = {"implementation": junction.implementation, "batch_dims": batch_dims}
     if not jax.tree.leaves(dtypes):  # y was only added to
         return Arrays()
@@ -193,22 +193,22 @@ def _pulled_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, b
     return linears.backward(operands, junction, dtypes, batch_dims, norms=norms_by(junction.implementation))
 
 
-def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
+def _pull_back_total(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
     """The gradients where y was not used, from the total's cotangent."""
     if not junction.norm.both_sides:
-        pulled = gradients.of_total_alone(saved, dtotal, junction.norm, dtypes, batch_dims)
+        pulled = gradients.gradients_from_total(saved, dtotal, junction.norm, dtypes, batch_dims)
     else:
         by = norms_by(junction.implementation)
         norm = junction.norm
         if norm.remat:
-            saved, norm = gradients.made_again(saved, norm, dtypes, batch_dims, by.forward)
-        pulled = gradients.of_branch_alone(dtotal, saved, norm, dtypes, batch_dims, by.backward)
+            saved, norm = gradients.make_again(saved, norm, dtypes, batch_dims, by.forward)
+        pulled = gradients.gradients_from_branch(dtotal, saved, norm, dtypes, batch_dims, by.backward)
         pulled = pulled._replace(residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual))
     nothing = None if not junction.features else (None,) * len(junction.features)
     return pulled._replace(kernel=nothing, bias=nothing)
 
 
-def _transposed(
+def _transpose_tangent(
     cotangents: Arrays, tangents: Arrays, saved: Arrays, settings: Any, batch_dims: int, implementation: Any
 ) -> Arrays:
     """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
@@ -223,16 +223,16 @@ def _transposed(
     are_shared = all(math.prod(a.shape[:batch_dims]) == 1 for a in jax.tree.leaves(parameters))
     wanted = jax.tree.map(lambda a: a.dtype.name, tangents)
     if junction.norm.examples or len(batches) > 1 or not are_shared:
-        return _pulled_back(cotangents, saved, junction, wanted, batch_dims)
+        return _pull_back(cotangents, saved, junction, wanted, batch_dims)
     # Examples are rows like any other. A norm's parameters have x's rank; those of Linears have not.
     kernel = jax.tree.map(lambda a: a.reshape(a.shape[batch_dims:]), saved.kernel)
-    pulled = _pulled_back(cotangents, saved._replace(kernel=kernel), junction, wanted, 0)
+    pulled = _pull_back(cotangents, saved._replace(kernel=kernel), junction, wanted, 0)
     kernel, bias = jax.tree.map(lambda a: jnp.expand_dims(a, range(batch_dims)), (pulled.kernel, pulled.bias))
     return pulled._replace(kernel=kernel, bias=bias)
 
 
 _tangent: LinearOperation[tuple[Arrays, Arrays], Arrays] = LinearOperation(
-    "jln_norm_tangent", tangent, transpose=_transposed, rows=lambda operands: rows_of(operands[1])
+    "jln_norm_tangent", tangent, transpose=_transpose_tangent, rows=lambda operands: rows_of(operands[1])
 )
 
 

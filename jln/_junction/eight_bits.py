@@ -51,7 +51,7 @@ def in_eight_bits(y: Array, operands: Arrays, norm: Norm, dtypes: Arrays) -> Arr
 
 def by_scale(y: Array, scale: Array, dtype: str) -> Array:
     """Term (50) before the rounding."""
-    return _saturated(y * (1 / scale), dtype)  # (50)
+    return _saturate(y * (1 / scale), dtype)  # (50)
 
 
 def by_block_scales(
@@ -64,9 +64,9 @@ def by_block_scales(
     biased = jnp.where(bits >= 0x7F800000, 255, biased)
     inverse = lax.bitcast_convert_type((254 - biased) << 23, jnp.float32)
     y = (blocks * jnp.expand_dims(inverse, axis + 1)).reshape(y.shape)  # (53)
-    return _saturated(y, dtype), biased.astype(jnp.uint8)
+    return _saturate(y, dtype), biased.astype(jnp.uint8)
 
 
-def _saturated(y: Array, dtype: str) -> Array:
+def _saturate(y: Array, dtype: str) -> Array:
     bound = float(jnp.finfo(dtype).max)
     return jnp.clip(y, -bound, bound)

@@ -176,7 +176,7 @@ def branch(arrays: Arrays, norm: Norm, dtype: DTypeLike) -> Array:
     return x if arrays.x_bias is None else x + arrays.x_bias.astype(dtype)
 
 
-def gated(a: Array, arrays: Arrays) -> Array:
+def apply_gate(a: Array, arrays: Arrays) -> Array:
     """Term (25): `a` times the gate."""
     return a if arrays.gate is None else a * arrays.gate.astype(a.dtype)  # (25)
 
@@ -268,7 +268,7 @@ def forward(
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
-        total = gated(branch(operands, norm, dtype), operands) + residual.astype(dtype)  # (23)
+        total = apply_gate(branch(operands, norm, dtype), operands) + residual.astype(dtype)  # (23)
         read = total = sum_fence(_with_digits_of(total, total_dtype).astype(total_dtype))
     keep = dtypes.mean is not None or dtypes.rstd is not None
     how: dict[str, Any] = {"keep": keep, "fence": fence, "h_axes": h_axes}
@@ -308,7 +308,7 @@ def forward_of_two(
     ):  # XLA makes the branch where it multiplies and adds: written out it would be in float32
         in_front = forward(Arrays(x=operands.x), norm, Arrays(rstd=of_x), batch_dims)  # (31)
         u = operands._replace(x_rstd=in_front.rstd)
-        total = gated(branch(u, both, wide), operands) + operands.residual.astype(wide)  # (32)
+        total = apply_gate(branch(u, both, wide), operands) + operands.residual.astype(wide)  # (32)
         total = _with_digits_of(total, total_dtype).astype(total_dtype)
     else:
         summands = Arrays(x=operands.x, scale=operands.x_scale, added=operands.residual)

@@ -118,12 +118,12 @@ def vector(*records: Mapping[str, Any]) -> int | None:
     return 16 // max(widths) if len(widths) > 1 else None
 
 
-def pointed(kernel: Any, arrays: Arrays, names: Sequence[str] = Arrays._fields) -> dict[str, Any]:
+def pointers(kernel: Any, arrays: Arrays, names: Sequence[str] = Arrays._fields) -> dict[str, Any]:
     """The arrays of these names to which a kernel has pointers, absent ones too."""
     return {name: getattr(arrays, name) for name in names if f"{name}_ptr" in kernel.arg_names}
 
 
-def pointed_gradients(kernel: Any, gradients: Arrays) -> dict[str, Any]:
+def gradient_pointers(kernel: Any, gradients: Arrays) -> dict[str, Any]:
     """The gradients to which a kernel has pointers, by the kernel's names: that of x is dx."""
     named = {f"d{name}": getattr(gradients, name) for name in OPERANDS}
     return {name: a for name, a in named.items() if f"{name}_ptr" in kernel.arg_names}

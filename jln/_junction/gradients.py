@@ -21,13 +21,13 @@ from jln._junction.arrays import (
 from jln._junction.formulas import (
     MeshAxes,
     Product,
+    apply_gate,
     branch,
     centered,
     common_batch,
     compute_dtype,
     effective_scale,
     forward,
-    gated,
     in_dtypes,
     in_one_loop,
     no_fence,
@@ -63,7 +63,7 @@ def backward(
     sums_of_g = sums_of_g or (norm.axis != -1 and fence is no_fence)
     if norm.remat:
         again = functools.partial(forward, fence=fence, sum_fence=sum_fence, h_axes=h_axes)
-        operands, norm = made_again(operands, norm, dtypes, batch_dims, again)
+        operands, norm = make_again(operands, norm, dtypes, batch_dims, again)
     if norm.both_sides:
         one = functools.partial(backward, fence=fence, sums_of_g=sums_of_g, h_axes=h_axes)
         return backward_of_two(operands, norm, dtypes, batch_dims, one, written)
@@ -142,13 +142,13 @@ def backward(
         d_once = written(d().astype(dtype_in_memory(operands.total.dtype))).astype(dtype)
     for name in of_sum:
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
-        gradients[name] = _of_sum(name, d() if d_once is None else d_once, operands, norm, sum_over_rows)
+        gradients[name] = _summand_gradient(name, d() if d_once is None else d_once, operands, norm, sum_over_rows)
     if "x" in gradients and isinstance(total, Product):
         gradients["x"] = wide(Product(gradients["x"], total.z))  # (44)
     return in_dtypes(Arrays(**gradients), dtypes, batch)
 
 
-def added_up(cotangents: Sequence[Array]) -> Array:
+def add_up(cotangents: Sequence[Array]) -> Array:
     """The sum of what several products pull back.
 
     The sum so far is on the right: cuBLAS then adds it in its product, which XLA does not ask for on the left.
@@ -159,7 +159,7 @@ def added_up(cotangents: Sequence[Array]) -> Array:
 def with_one_dy(operands: Arrays) -> Arrays:
     """The operands with dy, dy2 and dy3 added up."""
     present = [*operands.only(DY).present().values()]
-    return operands if len(present) < 2 else operands._replace(dy=added_up(present), dy2=None, dy3=None)
+    return operands if len(present) < 2 else operands._replace(dy=add_up(present), dy2=None, dy3=None)
 
 
 def dtype_in_memory(dtype: DTypeLike) -> str:
@@ -170,7 +170,7 @@ def dtype_in_memory(dtype: DTypeLike) -> str:
     return jnp.dtype(dtype if jnp.dtype(dtype) == jnp.bfloat16 else compute_dtype(dtype)).name
 
 
-def made_again(
+def make_again(
     operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, forward: Callable[..., Arrays]
 ) -> tuple[Arrays, Norm]:
     """Return the operands with the total and the statistics that the gradients are made of, and the norm without remat.
@@ -194,23 +194,23 @@ def made_again(
 _OF_SUM = ("x_bias", "gate", "residual", "x")
 
 
-def _of_sum(name: str, d: Array, arrays: Arrays, norm: Norm, sum_over_rows: Callable) -> Array:
+def _summand_gradient(name: str, d: Array, arrays: Arrays, norm: Norm, sum_over_rows: Callable) -> Array:
     """One of terms (24) to (27), from the cotangent of total."""
     if name == "residual":
         return d  # (24)
     if name == "gate":
         return sum_over_rows(d * branch(arrays, norm, d.dtype))  # (27)
-    dx = gated(d, arrays)
+    dx = apply_gate(d, arrays)
     return dx if name == "x" else sum_over_rows(dx)  # (26)
 
 
-def of_total_alone(saved: Arrays, dtotal: Array, norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
+def gradients_from_total(saved: Arrays, dtotal: Array, norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
     """The gradients of what is in a sum where y was not used: from the total's own cotangent."""
     batch = common_batch(batch_dims, dtotal, saved.x, saved.x_bias, saved.gate)
     sum_over_rows = _over_rows(dtotal.ndim, norm, batch_dims)
     d = dtotal.astype(compute_dtype(dtotal.dtype))
     dtypes = dtypes.only(_OF_SUM)
-    gradients = {name: _of_sum(name, d, saved, norm, sum_over_rows) for name in dtypes.present()}
+    gradients = {name: _summand_gradient(name, d, saved, norm, sum_over_rows) for name in dtypes.present()}
     return in_dtypes(Arrays(**gradients), dtypes, batch)
 
 
@@ -232,12 +232,12 @@ def backward_of_two(
     behind = operands.only(("dy", "dtotal", "total", "scale", "rstd"))
     pulled = backward(behind, dataclasses.replace(norm, both_sides=False), wanted, batch_dims)  # (34)
     pulled = pulled._replace(x=written(pulled.x))
-    gradients = of_branch_alone(pulled.x, operands, norm, dtypes, batch_dims, backward)
+    gradients = gradients_from_branch(pulled.x, operands, norm, dtypes, batch_dims, backward)
     gradients = gradients._replace(residual=pulled.x, **pulled.only(("scale", "y")).present())
     return in_dtypes(gradients, dtypes, common_batch(batch_dims, *operands))
 
 
-def of_branch_alone(
+def gradients_from_branch(
     d: Array,
     arrays: Arrays,
     norm: Norm,
@@ -251,13 +251,13 @@ def of_branch_alone(
     gradients = {}
     if dtypes.gate is not None:
         sum_over_rows, wide = _over_rows(d.ndim, norm, batch_dims), d.astype(compute_dtype(d.dtype))
-        gradients["gate"] = _of_sum("gate", wide, arrays, norm, sum_over_rows)  # (27)
+        gradients["gate"] = _summand_gradient("gate", wide, arrays, norm, sum_over_rows)  # (27)
     if wanted.present():
         dy = d
         if (
             arrays.gate is not None
         ):  # written in 16 bits only if they have float32's range, as a small gate would vanish
-            dy = gated(d.astype(compute_dtype(d.dtype)), arrays)
+            dy = apply_gate(d.astype(compute_dtype(d.dtype)), arrays)
             dy = dy.astype(d.dtype) if d.dtype == jnp.bfloat16 else dy
         saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, rstd=arrays.x_rstd)
         pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)  # (35), (36)

@@ -29,12 +29,12 @@ from jln._junction.geometry import (
     Geometry,
     element_sizes,
     geometry_of,
-    pointed,
-    pointed_gradients,
+    gradient_pointers,
+    pointers,
     shared_operands,
     vector,
 )
-from jln._junction.gradients import backward_of_two, made_again, with_one_dy
+from jln._junction.gradients import backward_of_two, make_again, with_one_dy
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
 from jln._triton.launch import launch
@@ -64,14 +64,14 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     written = launch(
         target,
         forward_kernel,
-        {**pointed(forward_kernel, ready), "rows": g.rows, "groups": g.groups},
-        pointed(forward_kernel, results, RESULTS),
+        {**pointers(forward_kernel, ready), "rows": g.rows, "groups": g.groups},
+        pointers(forward_kernel, results, RESULTS),
         programs=programs,
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         H=g.h,
         HEADS=g.heads,
-        VECTOR=vector(pointed(forward_kernel, ready), results.present()),
+        VECTOR=vector(pointers(forward_kernel, ready), results.present()),
         SHARED=shared,
         NORM=norm.switches,
         BOTH_SIDES=norm.both_sides,
@@ -120,12 +120,12 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         c1_and_c2 = launch(
             target,
             row_sums_kernel,
-            {**pointed(row_sums_kernel, ready), "rows": g.rows},
+            {**pointers(row_sums_kernel, ready), "rows": g.rows},
             {"c1": of_rows.mean, "c2": of_rows.rstd},
             programs=g.programs(plan.sums),
             tile=plan.sums,
             compute=compute,
-            VECTOR=vector(pointed(row_sums_kernel, ready)),
+            VECTOR=vector(pointers(row_sums_kernel, ready)),
             **constants,
         )
 
@@ -144,13 +144,13 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     written = launch(
         target,
         backward_kernel,
-        {**pointed(backward_kernel, ready), **c1_and_c2, "rows": g.rows, "groups": g.groups},
-        {**pointed_gradients(backward_kernel, by_program), "shares": shares, "y": y},
+        {**pointers(backward_kernel, ready), **c1_and_c2, "rows": g.rows, "groups": g.groups},
+        {**gradient_pointers(backward_kernel, by_program), "shares": shares, "y": y},
         programs=g.groups * programs * chunks,
         tile=tile,
         compute=compute,
         in_place={"dy": "y"} if overwrites_dy else {},
-        VECTOR=vector(pointed(backward_kernel, ready), results.present()),
+        VECTOR=vector(pointers(backward_kernel, ready), results.present()),
         SUMS=tuple(f"d{name}" for name in sums),
         PULLS=pulls,
         EPSILON=norm.epsilon if norm.remat else None,
@@ -175,7 +175,7 @@ def sums_of_shares(shares: jax.Array, sums: tuple[str, ...], results: Arrays, ta
         target,
         reduce_kernel,
         {"shares": shares, "groups": groups, "programs": programs},
-        pointed_gradients(reduce_kernel, results),
+        gradient_pointers(reduce_kernel, results),
         programs=len(sums) * groups * ceil_div(h, tile.columns),
         tile=tile,
         compute=shares.dtype,
@@ -198,8 +198,8 @@ def _cublas_alone() -> bool:
 
 
 def _again(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> tuple[Arrays, Norm]:
-    """Return what `made_again` does, by the forward kernel."""
-    return made_again(operands, norm, dtypes, batch_dims, functools.partial(forward, target=target))
+    """Return what `make_again` does, by the forward kernel."""
+    return make_again(operands, norm, dtypes, batch_dims, functools.partial(forward, target=target))
 
 
 def _backward_plan(

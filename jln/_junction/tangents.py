@@ -64,7 +64,7 @@ def _total(summands: Arrays, norm: Norm, dtype: Any) -> jax.Array:
     """Term (23) or (33), not rounded."""
     if norm.both_sides:
         summands = summands._replace(x_rstd=formulas.statistics(summands.x, norm)[2])
-    total = formulas.gated(formulas.branch(summands, norm, dtype), summands)
+    total = formulas.apply_gate(formulas.branch(summands, norm, dtype), summands)
     return total if summands.residual is None else total + summands.residual.astype(dtype)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._core.operation import behind_rows
-from jln._junction.arguments import are_few_rows, written_out
+from jln._junction.arguments import are_few_rows, write_out
 from jln._junction.arrays import TABLE, Arrays, Junction, Shape
 
 
@@ -46,7 +46,7 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
         a, given = getattr(operands, name), getattr(axes, name)
         if given is not None:
             return jnp.moveaxis(a, given, place)
-        return written_out(jnp.expand_dims(a, place), operands.x, [place] if name in written else [])
+        return write_out(jnp.expand_dims(a, place), operands.x, [place] if name in written else [])
 
     operands = operands._replace(**{name: placed(name) for name in names})
     junction = dataclasses.replace(junction, norm=norm, in_one=junction.in_one and not norm.has_groups)

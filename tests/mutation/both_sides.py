@@ -32,7 +32,7 @@ GATED_KERNEL, GATED_XLA = (
 NORMS = [
     Mutant(
         "no residual behind a norm", TERMS,
-        "y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)", "pass", BEHIND,
+        "y = y + (widen(added, COMPUTE) if added.dtype == tl.bfloat16 else added)", "pass", BEHIND,
     ),
     Mutant(
         "the first example's residual behind a norm for all", FORWARD,
@@ -100,7 +100,7 @@ NORMS = [
     ),
     Mutant(
         "x's gradient of the cotangent of y", XLA_GRADIENTS,
-        "gradients = of_branch_alone(pulled.x,", "gradients = of_branch_alone(operands.dy,", XLA,
+        "gradients = gradients_from_branch(pulled.x,", "gradients = gradients_from_branch(operands.dy,", XLA,
     ),
     Mutant(
         "x_scale's tangent forgotten", TANGENTS,
@@ -133,14 +133,14 @@ NORMS = [
     ),
     Mutant(
         "no gate behind a norm of the branch", FORWARD,
-        "gated(branch, gate_ptr, column, exists, COMPUTE) + residual",
-        "gated(branch, None, column, exists, COMPUTE) + residual", GATED_KERNEL,
+        "apply_gate(branch, gate_ptr, column, exists, COMPUTE) + residual",
+        "apply_gate(branch, None, column, exists, COMPUTE) + residual", GATED_KERNEL,
     ),
     Mutant("no gate behind a norm of the branch, in two calls", XLA_NORM,
-        "total = gated(branch(u, both, wide), operands)", "total = branch(u, both, wide)", GATED_XLA,
+        "total = apply_gate(branch(u, both, wide), operands)", "total = branch(u, both, wide)", GATED_XLA,
     ),
     Mutant("x's gradient without the gate, in two calls", XLA_GRADIENTS,
-        "            dy = gated(d.astype(compute_dtype(d.dtype)), arrays)\n", "            dy = d\n",
+        "            dy = apply_gate(d.astype(compute_dtype(d.dtype)), arrays)\n", "            dy = d\n",
         GATED_XLA,
     ),
     Mutant("a gate's gradient of x and not of its norm", XLA_NORM, "    if norm.both_sides:\n        return scaled(",

@@ -204,7 +204,7 @@ EIGHT_BITS = [
     Mutant(
         "second derivatives of what went straight through",
         RULES,
-        "outcome = outcome._replace(y=_differentiated_once(outcome.y))",
+        "outcome = outcome._replace(y=_differentiate_once(outcome.y))",
         "pass",
         (f"{STRAIGHT}test_gradients_have_no_derivatives",),
     ),
@@ -218,7 +218,7 @@ EIGHT_BITS = [
     Mutant(
         "a carrier that is the same on all devices",
         RULES,
-        "varying_together((carrier, outcome.y))[0]",
+        "vary_together((carrier, outcome.y))[0]",
         "carrier",
         ("tests/devices/test_eight_bits_on_a_mesh.py::test_gradients_in_a_shard_map[xla]",),
     ),

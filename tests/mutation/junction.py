@@ -22,7 +22,7 @@ OF_H, OF_EXAMPLES = (
 )
 CALLS, MODULES = "jln/_modules.py", "tests/modules/test_sums.py::test_"
 SEVERAL_PROGRAMS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-(150, 127)-float32]",)
-GATED = "dx = gated(dx, gate_ptr, column, exists, COMPUTE)"
+GATED = "dx = apply_gate(dx, gate_ptr, column, exists, COMPUTE)"
 
 SUMS = [
     Mutant(
@@ -79,7 +79,7 @@ SUMS = [
         "sum_over_rows(d * branch(arrays._replace(x_bias=None), norm, d.dtype))", OF_H["xla"],
     ),
     Mutant(
-        "a gate left out of dx, XLA", XLA_GRADIENTS, "dx = gated(d, arrays)", "dx = d",
+        "a gate left out of dx, XLA", XLA_GRADIENTS, "dx = apply_gate(d, arrays)", "dx = d",
         OF_H["xla"],
     ),
     Mutant(

@@ -145,7 +145,7 @@ LINEARS = [
     ),
     Mutant(
         "dz of the fourth product left out", XLA_LINEAR,
-        "gradients_in_jnp.added_up(dz[first:])]", "dz[first]]", (f"{ADDED_UP}[triton-four]",),
+        "gradients_in_jnp.add_up(dz[first:])]", "dz[first]]", (f"{ADDED_UP}[triton-four]",),
     ),
     Mutant(
         "row sums of the first product alone", NORM_LAUNCH,

@@ -220,7 +220,7 @@ RULES = [
     Mutant(
         "operands of an operation vary apart under a vmap that splits its examples",
         OPERATION,
-        "zip(varying_together(operands), dims, strict=True)",
+        "zip(vary_together(operands), dims, strict=True)",
         "zip(operands, dims, strict=True)",
         (f"{SPLIT_EXAMPLES}[layer_norm-own0-forward]",),
     ),

@@ -19,7 +19,7 @@ def nested(vmaps: str) -> tuple[str, ...]:
 UNDER_VMAP = [
     # One call
     Mutant(
-        "a shared operand that varies not as others do", CALL, "leaves = varying_together(leaves)", "pass",
+        "a shared operand that varies not as others do", CALL, "leaves = vary_together(leaves)", "pass",
         ("tests/devices/test_shard_map.py::test_under_a_vmap_that_splits_its_examples",),
     ),
     Mutant(

@@ -16,10 +16,10 @@ from jln._junction.kernels.addresses import (
     tile_from,
     tiles_of,
 )
-from jln._junction.kernels.row_terms import load_row_terms, position, pulled_back, store_sum
+from jln._junction.kernels.row_terms import load_row_terms, position, pull_back, store_sum
 from jln._junction.kernels.terms import (
     affine,
-    gated,
+    apply_gate,
     load_branch,
     load_offset,
     load_scale,
@@ -87,7 +87,7 @@ def row_sums_kernel(
 
 
 @triton.jit
-def _of_norm_alone(
+def _add_norm_terms(
     dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, at, mask, column, exists,
     SUMS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +240,7 @@ def backward_kernel(
             tl.store(dz_ptr + base + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
 
         if x_rstd_ptr is not None:  # dy and x_hat, held through the norm of x, would spill
-            dscale, doffset = _of_norm_alone(
+            dscale, doffset = _add_norm_terms(
                 dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, base + at, mask, column, exists,
                 SUMS, COMPUTE,
             )  # fmt: skip
@@ -250,7 +250,7 @@ def backward_kernel(
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
                 c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
-            dx = pulled_back(scaled, x_hat, c1, c2, rstd, NORM)
+            dx = pull_back(scaled, x_hat, c1, c2, rstd, NORM)
             if H == 1 and NORM.subtract_mean:  # c1 is g: rounded by itself its product with rstd does not cancel
                 dx = (scaled - c1[:, None]) * rstd[:, None]
             if dtotal_ptr is not None:
@@ -270,7 +270,7 @@ def backward_kernel(
                 branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
             if contains(SUMS, "dgate"):
                 dgate = tl.fma(dx, branch, dgate)  # (27)
-            dx = gated(dx, gate_ptr, column, exists, COMPUTE)
+            dx = apply_gate(dx, gate_ptr, column, exists, COMPUTE)
             if contains(SUMS, "dx_bias"):
                 dx_bias += dx  # (26)
 
@@ -286,7 +286,7 @@ def backward_kernel(
                 tl.store(dx_ptr + base + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
         if x_rstd_ptr is None:
-            dscale, doffset = _of_norm_alone(
+            dscale, doffset = _add_norm_terms(
                 dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, base + at, mask, column, exists,
                 SUMS, COMPUTE,
             )  # fmt: skip

@@ -22,13 +22,13 @@ from jln._junction.kernels.addresses import (
 )
 from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded
 from jln._junction.kernels.terms import (
-    gated,
+    apply_gate,
     load_offset,
     load_scale,
     load_total,
     normed,
     rstd_of,
-    widened,
+    widen,
 )
 
 
@@ -39,16 +39,16 @@ def _load_total_of_normed(
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The rows that are normalised where x is so before it is added, in their dtype, and the rstd of x."""
-    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
+    x = widen(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
     x_rstd = rstd_of(x, H, EPSILON)  # (31)
     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-    residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
+    residual = widen(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
     u = x * x_rstd[:, None]  # (32)
     if gate_ptr is None:
         total = tl.fma(u, x_scale[None, :], residual)  # (33)
     else:
         branch = u * x_scale[None, :]
-        total = gated(branch, gate_ptr, column, exists, COMPUTE) + residual  # (33)
+        total = apply_gate(branch, gate_ptr, column, exists, COMPUTE) + residual  # (33)
     return total.to(TOTAL), x_rstd
 
 

@@ -43,7 +43,7 @@ def load_row_terms(
 
 
 @triton.jit
-def pulled_back(scaled, x_hat, c1, c2, rstd, NORM: tl.constexpr):
+def pull_back(scaled, x_hat, c1, c2, rstd, NORM: tl.constexpr):
     """Term (9), of what `load_row_terms` returns, its factor rstd inside."""
     d = x_hat * -(c2 * rstd)[:, None]  # (9)
     if NORM.subtract_mean:  # pyright: ignore[reportAttributeAccessIssue]

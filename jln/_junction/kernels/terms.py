@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def widened(a, COMPUTE: tl.constexpr):
+def widen(a, COMPUTE: tl.constexpr):
     """`a` in the compute dtype.
 
     By bits, two elements of bfloat16 in a register take an instruction each, where conversions take three; but not
@@ -59,11 +59,11 @@ def with_bias(x, x_bias_ptr, column, exists, COMPUTE: tl.constexpr):
 @triton.jit
 def load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
     """The branch, of a tile of x."""
-    return with_bias(widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE), x_bias_ptr, column, exists, COMPUTE)
+    return with_bias(widen(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE), x_bias_ptr, column, exists, COMPUTE)
 
 
 @triton.jit
-def gated(a, gate_ptr, column, exists, COMPUTE: tl.constexpr):
+def apply_gate(a, gate_ptr, column, exists, COMPUTE: tl.constexpr):
     """Term (25): `a` times the gate."""
     if gate_ptr is not None:
         a *= tl.load(gate_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]  # (25)
@@ -73,7 +73,7 @@ def gated(a, gate_ptr, column, exists, COMPUTE: tl.constexpr):
 @triton.jit
 def load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
     """Term (40): silu of z, and its derivative."""
-    z = widened(tl.load(z_ptr + at, mask=mask, other=0.0), COMPUTE)
+    z = widen(tl.load(z_ptr + at, mask=mask, other=0.0), COMPUTE)
     share = 1.0 / (1.0 + tl.exp(-z))
     u = z * share
     return u, tl.fma(u, 1.0 - share, share)  # (40)
@@ -87,8 +87,8 @@ def load_total(
     """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
     x = load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
     if residual_ptr is not None:
-        x = gated(x, gate_ptr, column, exists, COMPUTE)
-        residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
+        x = apply_gate(x, gate_ptr, column, exists, COMPUTE)
+        residual = widen(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
         x = (x + residual).to(TOTAL).to(COMPUTE)  # (23)
     if x_z_ptr is not None:
         u, _ = load_silu(x_z_ptr, at, mask, COMPUTE)
@@ -128,5 +128,5 @@ def normed(x_hat, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE: tl.constex
         y *= u  # (42)
     if added_ptr is not None:
         added = tl.load(added_ptr + at, mask=mask, other=0.0)
-        y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
+        y = y + (widen(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
     return y

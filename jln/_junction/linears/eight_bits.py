@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jln._core.operation import varying_together
+from jln._core.operation import vary_together
 from jln._junction.arrays import BLOCK, Arrays, Junction
 from jln._junction.eight_bits import by_block_scales, by_scale, largest
 from jln._triton.chip import Chip
@@ -56,7 +56,7 @@ def forward(z: Arrays, operands: Arrays, junction: Junction, dtypes: Sequence[st
     results = []
     for kernel, bias, dtype in zip(operands.kernel, operands.bias, dtypes, strict=True):
         sums = dtype if bias is None or dtype == bias.dtype.name == "bfloat16" else jnp.float32
-        y = _product(z_eight, quantised(kernel, (0,), KERNEL, junction), junction, sums)  # (11)
+        y = _product(z_eight, quantise(kernel, (0,), KERNEL, junction), junction, sums)  # (11)
         if bias is not None:
             y = y + jnp.expand_dims(bias.astype(sums), range(y.ndim - bias.ndim))  # (11)
         results.append(y.astype(dtype))
@@ -66,8 +66,8 @@ def forward(z: Arrays, operands: Arrays, junction: Junction, dtypes: Sequence[st
 def of_features(dy: Array, kernel: Array, features: int, junction: Junction, dtype: Any) -> Array:
     """Term (14) of one Linear, in `dtype`."""
     of_dy, of_kernel = (tuple(range(a.ndim - features, a.ndim)) for a in (dy, kernel))
-    dy_eight = quantised(dy, of_dy, COTANGENT[junction.eight_bits], junction)
-    return _product(dy_eight, quantised(kernel, of_kernel, KERNEL, junction), junction, dtype)  # (14)
+    dy_eight = quantise(dy, of_dy, COTANGENT[junction.eight_bits], junction)
+    return _product(dy_eight, quantise(kernel, of_kernel, KERNEL, junction), junction, dtype)  # (14)
 
 
 def of_rows(dy: Array, features: int, z: Eight, junction: Junction, dtype: Any) -> Array:
@@ -85,10 +85,10 @@ def z_along_rows(z: Array, operands: Arrays, junction: Junction) -> Eight:
 def _along_rows(a: Array, others: int, dtype: str, junction: Junction, scale: Array | None = None) -> Eight:
     """The operand that is summed over rows. others: how many axes are behind them."""
     a = a if a.ndim > others else a[None]
-    return quantised(a, tuple(range(a.ndim - others)), dtype, junction, scale)
+    return quantise(a, tuple(range(a.ndim - others)), dtype, junction, scale)
 
 
-def quantised(a: Array, axes: tuple[int, ...], dtype: str, junction: Junction, scale: Array | None = None) -> Eight:
+def quantise(a: Array, axes: tuple[int, ...], dtype: str, junction: Junction, scale: Array | None = None) -> Eight:
     """The operand in eight bits of a product that sums over `axes`."""
     if junction.by_cudnn:  # which sums over last axes: transposed first, XLA writes it in no more than eight bits
         kept = [i for i in range(a.ndim) if i not in axes]
@@ -142,15 +142,15 @@ def _product(a: Eight, b: Eight, junction: Junction, dtype: Any) -> Array:
     exact = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
 
     def multiplied(a_values: Array, a_scale: Array, b_values: Array, b_scale: Array) -> Array:
-        of_a = _dequantised(a_values, a_scale, a.axes[-1], exact)
-        return summed(of_a, _dequantised(b_values, b_scale, b.axes[-1], exact), dtype)
+        of_a = _dequantise(a_values, a_scale, a.axes[-1], exact)
+        return summed(of_a, _dequantise(b_values, b_scale, b.axes[-1], exact), dtype)
 
     def by_cudnn(a_values: Array, a_scale: Array, b_values: Array, b_scale: Array) -> Array:
         rows, columns = (side.values.shape[: side.axes[0]] for side in (a, b))
         of_a = (v.reshape(1, math.prod(rows), -1) for v in (a_values, a_scale))
         of_b = (v.reshape(1, math.prod(columns), -1) for v in (b_values, b_scale))
         y = cudnn_product(jnp.dtype(dtype).name)(*of_a, *of_b).reshape(*rows, *columns)
-        return varying_together((y, a_values, b_values))[0]  # which JAX forgets of that product inside of shard_map
+        return vary_together((y, a_values, b_values))[0]  # which JAX forgets of that product inside of shard_map
 
     given = (a.values, a.scale, b.values, b.scale)
     if not junction.by_cudnn:
@@ -158,7 +158,7 @@ def _product(a: Eight, b: Eight, junction: Junction, dtype: Any) -> Array:
     return lax.platform_dependent(*given, cuda=by_cudnn, default=multiplied)
 
 
-def _dequantised(values: Array, scale: Array, axis: int, dtype: Any) -> Array:
+def _dequantise(values: Array, scale: Array, axis: int, dtype: Any) -> Array:
     shape = values.shape
     blocks = values.reshape(*shape[:axis], shape[axis] // BLOCK, BLOCK, *shape[axis + 1 :]).astype(dtype)
     scale = lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(dtype)

@@ -187,7 +187,7 @@ def backward(
         if needs_dz:
             dz = [_dz(dy[i], kernels[i], axes[i], junction) for i in used]
             first = 0 if gathered else len(DY) - 1  # of those that are added up here
-            dz[first:] = [gradients_in_jnp.added_up(dz[first:])] if dz[first:] else []
+            dz[first:] = [gradients_in_jnp.add_up(dz[first:])] if dz[first:] else []
             for axis, over in gathered:
                 dz = [lax.psum_scatter(dz[0], over, scatter_dimension=axis, tiled=True)]
         pulled = norms.backward(  # (16), (17), and (10) again

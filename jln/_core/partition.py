@@ -22,7 +22,7 @@ from jln._core.layout import Dim, Kind, Layout, Result
 from jln._core.placement import MeshAxes, on_mesh, place, split_by, with_prime_axes
 
 
-def partitioned(
+def partition(
     compute: Callable[..., list[jax.Array]],
     shares: Callable[..., list[jax.Array]],
     layout: Layout,
@@ -40,7 +40,7 @@ def partitioned(
     name: the `jln._core.identity.identity` of what is computed.
     """
     if context.manual:
-        return _added_up_by_xla(compute, functools.partial(shares, (), ()), layout, context, name)
+        return _partition_for_xla(compute, functools.partial(shares, (), ()), layout, context, name)
     whole = layout.whole if may_split_h else (*layout.whole, Kind.HIDDEN)
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ def partitioned(
     return call
 
 
-def _added_up_by_xla(
+def _partition_for_xla(
     compute: Callable[..., list[jax.Array]],
     shares: Callable[..., list[jax.Array]],
     layout: Layout,
