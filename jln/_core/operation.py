@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax._src import checkify
+from jax._src import checkify, dispatch
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -90,7 +90,7 @@ class Operation(Generic[Operands, Results]):
         self._rows, self._before_spread = rows, before_spread
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
-        primitive.def_impl(self._evaluate)
+        primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
         primitive.def_abstract_eval(self._abstract)
         batching.primitive_batchers[primitive] = self._batch
         ad.primitive_jvps[primitive] = self._jvp
@@ -165,10 +165,6 @@ class Operation(Generic[Operands, Results]):
             return ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=like.manual_axis_type)
 
         return [aval(s.shape, s.dtype) for s in shapes]
-
-    def _evaluate(self, *operands, **params):
-        with jax.disable_jit(False):  # under disable_jit the call below would come back here
-            return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
 
     def _batch(self, operands, dims, *, tree, request, implementation, **params):
         """The operation with one axis more of vmap in front; by XLA where that is behind rows, as results are then."""
@@ -359,17 +355,3 @@ def _result_shapes(formula, arrays, tree, request, x64: bool) -> list[jax.ShapeD
     del x64  # on which JAX's dtypes depend
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
     return jax.eval_shape(_on_leaves(formula, tree, request), *operands)
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(primitive: Primitive, params: tuple) -> Callable:
-    """A jitted call of a primitive, for the rare case that an operation is evaluated outside of jit."""
-
-    def call(*operands):
-        return primitive.bind(*operands, **dict(params))
-
-    call.__name__ = call.__qualname__ = primitive.name
-    # Where jax_debug_nans finds a NaN, JAX calls a jitted function again without jit, which would come back here. Of a
-    # function that says it is one primitive, JAX says so in its FloatingPointError instead.
-    call._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
-    return jax.jit(call)
