@@ -209,15 +209,6 @@ RULES = [
         ("tests/fuse/test_transformations.py::test_what_a_checkpoint_makes_again_of_norms[dots-0]",),
     ),
     Mutant(
-        "an operation called again where JAX looks for NaN",
-        OPERATION,
-        "call._apply_primitive = True",
-        "pass",
-        (
-            "tests/transformations/test_debug_nans.py::test_results_that_are_no_numbers[xla-jit-nan-jit-layer_norm_linear]",
-        ),
-    ),
-    Mutant(
         "operands of an operation vary apart under a vmap that splits its examples",
         OPERATION,
         "zip(vary_together(operands), dims, strict=True)",
