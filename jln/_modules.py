@@ -73,7 +73,7 @@ def norm(name: str, x: Any, residual: Any, read: ReadNorm, own: Callable[[Any], 
         y = own(total)
     else:
         note(name, "norm", _WHOLE, total)
-        results = _results(terms, summands(x, residual), dtype=terms.dtype, forward_mode=True)
+        results = _results(terms, summands(x, residual), forward_mode=True)
         y, total = results.y, results.total
     return y if residual is None else (y, total)
 
@@ -150,7 +150,7 @@ def _results(norm: Norm, arrays: Arrays, **options: Any) -> Arrays:
     """The results of the operator. The frameworks' layers can be differentiated forward, so it is asked for that."""
     return call(
         arrays._replace(scale=norm.scale, offset=norm.offset),
-        NormArguments(norm.subtract_mean, -1, norm.epsilon),
+        NormArguments(norm.subtract_mean, -1, norm.epsilon, dtype=None if arrays.kernel else norm.dtype),
         gives_total=arrays.residual is not None,
         **options,
     )

@@ -23,12 +23,13 @@ from jln._triton.target import target_chip
 
 
 class NormArguments(NamedTuple):
-    """The static arguments of a norm, as users give them."""
+    """The static arguments of a norm, as users give them; dtype is that of its result."""
 
     subtract_mean: bool
     axis: Axis
     epsilon: Any
     zero_centered_scale: bool = False
+    dtype: DTypeLike | None = None
     both_sides: bool = False
 
 
@@ -43,7 +44,6 @@ def call(
     *,
     gives_total: bool = False,
     remat: bool = False,
-    dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     implementation: str | None = None,
     forward_mode: bool = False,
@@ -59,7 +59,7 @@ def call(
     arrays = checked(arrays, axes)
     in_eight_bits: dict[str, Any] = {}
     if quantize is not None:
-        in_eight_bits, scale = settings(quantize, arrays, axes, dtype, forward_mode)
+        in_eight_bits, scale = settings(quantize, arrays, axes, norm.dtype, forward_mode)
         arrays = arrays._replace(y_scale=scale)
     statics = norm_of(
         arrays,
@@ -73,7 +73,7 @@ def call(
     if arrays.kernel is None:
         x = arrays.x.dtype
         promoted = x if arrays.added is None else _checks.promoted(x, arrays.added.dtype)
-        junction = Junction(statics, **(in_eight_bits or {"y_dtype": _checks.dtype(dtype, promoted)}))
+        junction = Junction(statics, **(in_eight_bits or {"y_dtype": _checks.dtype(norm.dtype, promoted)}))
     else:
         if quantize is not None and precision is not None:
             raise ValueError(f"with quantize= the products are in eight bits; got precision={precision!r}")

@@ -33,14 +33,12 @@ class Kind(Generic[Result]):
 class Float8(Kind["Quantized"]):
     """Eight bits with one scale for all of a result: `y * (1 / scale)`, rounded to the nearest and saturated.
 
-    With the scale of the step before (delayed scaling) one kernel makes the norm, its eight bits, and the largest
-    `|y|`, of which the next scale is made: `amax / float(jnp.finfo(dtype).max)`. Micikevicius et al., "FP8 Formats for
-    Deep Learning" (2022).
+    The next step's scale is made of the largest `|y|` (delayed scaling): `amax / float(jnp.finfo(dtype).max)`.
+    Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 
     Args:
       scale: a number, static or an array; positive and normal in float32. None: of this very result (current scaling),
-        whose `amax` a first kernel finds: its operands, or with a residual the sum, are read again then. It is 1 where
-        `amax` is 0, infinite or NaN.
+        or 1 where `amax` is 0, infinite or NaN.
       dtype: float8_e4m3fn or float8_e5m2.
     """
 
@@ -53,7 +51,7 @@ class MXFloat8(Kind["Quantized"]):
     """Eight bits with a scale for every 32 elements along the last axis, which is the normalised one.
 
     These are the microscaling formats of the Open Compute Project (version 1.0, 2023). A scale is the least power of
-    two with which none of its elements saturates, as cuDNN and `jax.nn.scaled_dot_general` choose it.
+    two with which none of its elements saturates.
 
     Args:
       dtype: float8_e4m3fn or float8_e5m2.
@@ -73,10 +71,9 @@ class Quantized(NamedTuple):
       scale: of `Float8` float32 `[]`. Of `MXFloat8` float8_e8m0fnu `[..., H / 32]`, as `jax.nn.scaled_matmul` takes it;
         NaN where one of the 32 is infinite or NaN.
       amax: of `Float8` the largest `|y|`, float32 `[]`; NaN if there is one. Of `MXFloat8` None.
-      carrier: zeros of `x`'s shape, in the dtype that `y` has without `quantize`. It carries gradients straight
-        through: its cotangent is taken for that of `y`. A program in which a product reads the others does not make
-        it; one that returns it does, so leave it out of results, `q._replace(carrier=None)`. The others have no
-        derivative: a cotangent of `values` is an error, those of `scale` and `amax` are zero.
+      carrier: zeros of `x`'s shape, in the dtype that `y` has without `quantize`. Its cotangent is taken for that of
+        `y`. A program that returns it makes it, so leave it out of results, `q._replace(carrier=None)`. The others have
+        no derivative: a cotangent of `values` is an error, those of `scale` and `amax` are zero.
     """
 
     values: jax.Array

@@ -46,16 +46,13 @@ def layer_norm_linear(
     `z` is rounded once, to the dtype of `y`, in which it is multiplied. The products add up in float32, and the bias is
     added before the one rounding of `y`; for float64 all is in float64. Where XLA multiplies, a bfloat16 product is
     rounded before a bfloat16 bias is added, as in `x @ kernel + bias`. Every gradient has its argument's dtype and
-    shape, and is bitwise the same in every run of one compiled program.
+    shape, and is bitwise the same in every run of one compiled program. Errors are those of `layer_norm`.
 
     Few features (up to 256 of one kernel in 16 bits, 128 in float32) may be multiplied by the kernel that normalises:
     that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. XLA multiplies all others.
 
     Args:
       x: `[..., H]`: float16, bfloat16, float32 or float64.
-      scale: `[H]`; any supported dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x`
-        `[B, T, H]` is a scale for each example. None: no scale.
-      offset: as `scale`.
       kernel: `[H, *features]`, one axis of features or more, such as `[H, heads, D]`; any supported dtype. Or a tuple
         of such arrays, whose features and dtypes may differ.
       bias: `features`; any supported dtype. None: no bias. For a tuple of kernels a tuple, with an array or None for
@@ -67,17 +64,11 @@ def layer_norm_linear(
         bits, with sums in float32, and gradients go straight through. `z` is in the given dtype, kernels in
         float8_e4m3fn, cotangents in float8_e5m2 (`Float8`) or float8_e4m3fn (`MXFloat8`); kernels' and cotangents'
         scales are current. Not with `precision`, `forward_mode` or float64.
-      epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
+      scale, offset, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
       y: `[..., *features]`, in the promoted dtype of `x` and `kernel`; for a tuple of kernels a tuple of such arrays.
         With `Float8` of a given scale a `jln.Scaled`.
-
-    Raises:
-      TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
-      ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative or too large, or the precision
-        or the implementation is unknown.
-      RuntimeError: the implementation is "triton", and the kernels cannot run; the message says what is missing.
     """
     arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
     norm = NormArguments(True, -1, epsilon, zero_centered_scale)

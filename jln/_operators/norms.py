@@ -65,10 +65,8 @@ def layer_norm(
       RuntimeError: the implementation is "triton", and the kernels cannot run; the message says what is missing.
     """
     arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
-    norm = NormArguments(True, axis, epsilon, zero_centered_scale)
-    return call(
-        arrays, norm, dtype=dtype, quantize=quantize, implementation=implementation, forward_mode=forward_mode
-    ).y
+    norm = NormArguments(True, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
 @listed("norm")
@@ -94,10 +92,8 @@ def rms_norm(
       epsilon: added to the mean square, as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), scale=scale)
-    norm = NormArguments(False, axis, epsilon, zero_centered_scale)
-    return call(
-        arrays, norm, dtype=dtype, quantize=quantize, implementation=implementation, forward_mode=forward_mode
-    ).y
+    norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
 @listed("norm")
@@ -129,10 +125,8 @@ def rms_norm_gated(
     x, z = array("x", x), array("z", z)
     is_behind = _checks.flag("norm_before_gate", norm_before_gate)
     arrays = Arrays(x=x, scale=scale, z=z) if is_behind else Arrays(x=x, scale=scale, x_z=z)
-    norm = NormArguments(False, axis, epsilon, zero_centered_scale)
-    return call(
-        arrays, norm, dtype=dtype, quantize=quantize, implementation=implementation, forward_mode=forward_mode
-    ).y
+    norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
 @listed("norm")
@@ -164,10 +158,8 @@ def layer_norm_add(
       y: `x`'s shape, in `dtype`; with `quantize` a `jln.Quantized`.
     """
     arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale, offset=offset)
-    norm = NormArguments(True, axis, epsilon, zero_centered_scale)
-    return call(
-        arrays, norm, dtype=dtype, quantize=quantize, implementation=implementation, forward_mode=forward_mode
-    ).y
+    norm = NormArguments(True, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
 @listed("norm")
@@ -193,7 +185,5 @@ def rms_norm_add(
       x, scale, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale)
-    norm = NormArguments(False, axis, epsilon, zero_centered_scale)
-    return call(
-        arrays, norm, dtype=dtype, quantize=quantize, implementation=implementation, forward_mode=forward_mode
-    ).y
+    norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y

@@ -50,15 +50,9 @@ def add_layer_norm(
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
     arrays = summands(x, residual, x_bias, gate)._replace(scale=scale, offset=offset)
-    norm = NormArguments(True, axis, epsilon, zero_centered_scale)
+    norm = NormArguments(True, axis, epsilon, zero_centered_scale, dtype)
     results = call(
-        arrays,
-        norm,
-        gives_total=True,
-        dtype=dtype,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
+        arrays, norm, gives_total=True, quantize=quantize, implementation=implementation, forward_mode=forward_mode
     )
     return results.y, results.total
 
@@ -88,15 +82,9 @@ def add_rms_norm(
       x, scale, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = summands(x, residual, x_bias, gate)._replace(scale=scale)
-    norm = NormArguments(False, axis, epsilon, zero_centered_scale)
+    norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
     results = call(
-        arrays,
-        norm,
-        gives_total=True,
-        dtype=dtype,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
+        arrays, norm, gives_total=True, quantize=quantize, implementation=implementation, forward_mode=forward_mode
     )
     return results.y, results.total
 
@@ -133,14 +121,8 @@ def rms_norm_add_rms_norm(
       axis, epsilon: as of `layer_norm`, of both norms.
     """
     arrays = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate, scale=scale)
-    norm = NormArguments(False, axis, epsilon, zero_centered_scale, both_sides=True)
+    norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype, both_sides=True)
     results = call(
-        arrays,
-        norm,
-        gives_total=True,
-        dtype=dtype,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
+        arrays, norm, gives_total=True, quantize=quantize, implementation=implementation, forward_mode=forward_mode
     )
     return results.y, results.total
