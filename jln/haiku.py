@@ -211,7 +211,7 @@ def _name(module: hk.Module, kind: str) -> str:
 def _(model: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
-        with _explain.unasked():  # of the call that makes the parameters, in which nothing is fused
+        with _explain.listen(None):  # of the call that makes the parameters, in which nothing is fused
             variables = model.init(key, *args, **kwargs)
         variables = variables if isinstance(model, hk.TransformedWithState) else (variables,)
         rng = (key,) if "rng" in inspect.signature(model.apply).parameters else ()  # not of hk.without_apply_rng

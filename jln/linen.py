@@ -185,7 +185,7 @@ def _(model: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
         rngs = {"params": key, "dropout": key}
-        with _explain.unasked():  # of the call that makes the variables, in which nothing is fused
+        with _explain.listen(None):  # of the call that makes the variables, in which nothing is fused
             variables = model.init(rngs, *args, **kwargs)
         return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
 

@@ -9,7 +9,7 @@ from jax.lax import PrecisionLike
 
 from jln import _checks
 from jln._checks import array
-from jln._explain import listed
+from jln._explain import note_calls
 from jln._junction.arguments import Gate
 from jln._junction.arrays import Arrays
 from jln._operators.call import NormArguments, call, summands
@@ -21,7 +21,7 @@ Biases = jax.Array | None | tuple[jax.Array | None, ...]
 Products = Any  # as the kernels: an array or a tuple of arrays
 
 
-@listed("fused")
+@note_calls("fused")
 def layer_norm_linear(
     x: jax.Array,
     scale: jax.Array | None,
@@ -76,7 +76,7 @@ def layer_norm_linear(
     return _call(arrays, norm, linears, implementation=implementation, forward_mode=forward_mode)[0]
 
 
-@listed("fused")
+@note_calls("fused")
 def rms_norm_linear(
     x: jax.Array,
     scale: jax.Array | None,
@@ -106,7 +106,7 @@ def rms_norm_linear(
     return _call(arrays, norm, linears, implementation=implementation, forward_mode=forward_mode)[0]
 
 
-@listed("fused")
+@note_calls("fused")
 def add_layer_norm_linear(
     x: jax.Array,
     residual: jax.Array | None,
@@ -144,7 +144,7 @@ def add_layer_norm_linear(
     return _call(arrays, norm, linears, gives_total=True, implementation=implementation, forward_mode=forward_mode)
 
 
-@listed("fused")
+@note_calls("fused")
 def add_rms_norm_linear(
     x: jax.Array,
     residual: jax.Array | None,
@@ -177,7 +177,7 @@ def add_rms_norm_linear(
     return _call(arrays, norm, linears, gives_total=True, implementation=implementation, forward_mode=forward_mode)
 
 
-@listed("fused")
+@note_calls("fused")
 def rms_norm_add_rms_norm_linear(
     x: jax.Array,
     residual: jax.Array,

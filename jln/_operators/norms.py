@@ -7,14 +7,14 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._checks import array
-from jln._explain import listed
+from jln._explain import note_calls
 from jln._junction.arguments import Axis
 from jln._junction.arrays import Arrays
 from jln._operators.call import NormArguments, call
 from jln._operators.eight_bits import Kind, Result
 
 
-@listed("norm")
+@note_calls("norm")
 def layer_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -69,7 +69,7 @@ def layer_norm(
     return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
-@listed("norm")
+@note_calls("norm")
 def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -96,7 +96,7 @@ def rms_norm(
     return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
-@listed("norm")
+@note_calls("norm")
 def rms_norm_gated(
     x: jax.Array,
     z: jax.Array,
@@ -129,7 +129,7 @@ def rms_norm_gated(
     return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
-@listed("norm")
+@note_calls("norm")
 def layer_norm_add(
     x: jax.Array,
     residual: jax.Array,
@@ -162,7 +162,7 @@ def layer_norm_add(
     return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
-@listed("norm")
+@note_calls("norm")
 def rms_norm_add(
     x: jax.Array,
     residual: jax.Array,

@@ -6,14 +6,14 @@ import jax
 from jax.typing import DTypeLike
 
 from jln._checks import array
-from jln._explain import listed
+from jln._explain import note_calls
 from jln._junction.arguments import Axis, Gate
 from jln._junction.arrays import Arrays
 from jln._operators.call import NormArguments, call, summands
 from jln._operators.eight_bits import Kind, Result
 
 
-@listed("norm")
+@note_calls("norm")
 def add_layer_norm(
     x: jax.Array,
     residual: jax.Array | None,
@@ -57,7 +57,7 @@ def add_layer_norm(
     return results.y, results.total
 
 
-@listed("norm")
+@note_calls("norm")
 def add_rms_norm(
     x: jax.Array,
     residual: jax.Array | None,
@@ -89,7 +89,7 @@ def add_rms_norm(
     return results.y, results.total
 
 
-@listed("norm")
+@note_calls("norm")
 def rms_norm_add_rms_norm(
     x: jax.Array,
     residual: jax.Array,
