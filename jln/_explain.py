@@ -108,9 +108,9 @@ def traceable(function: Any) -> Callable[..., Any]:
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
     """Trace `function(*args, **kwargs)` and list how each jln layer and operator that it calls is computed, and why.
 
-    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
-    or "fused" call reaches jln's operators, and runs what their `implementation` says. A framework's own layers are not
-    listed; of a function that `jln.fuse` has made, the operators in their place are, and the norms that it left.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. A "norm" or "fused" call reaches jln's operators, and
+    runs what their `implementation` says. A framework's own layers are not listed; of a function that `jln.fuse` has
+    made, the operators in their place are, and the norms that it left.
 
     JAX does not trace again what is under `jax.jit`: of an object that it has closed over, you see the state at the
     first call. A Flax NNX model that is changed, or that Flax transforms, is an argument:
@@ -119,15 +119,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     Args:
       function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
         parameters are made up; or any function of arrays.
-      *args: the positional arguments of `function`.
-      **kwargs: the keyword arguments of `function`.
+      *args, **kwargs: the arguments of `function`.
 
     Returns:
       A `jln.Route` for each call, in the order of the calls. A call in a loop or a scan is listed once, with the number
         of turns where that is known; a call inside of a `jax.checkpoint` with what that keeps.
-
-    Raises:
-      Exception: whatever the call itself raises.
     """
     for framework, module in (("flax.linen", "jln.linen"), ("haiku", "jln.haiku")):  # which register with `traceable`
         if framework in sys.modules:
@@ -154,9 +150,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
 def _primitive() -> Primitive:
     """A primitive that carries a route, and does nothing.
 
-    Its equation has no results, but the effect of `jax.debug.callback`: so JAX keeps it, and allows it in every
-    transformation. Its operand, the array that the layer reads, keeps it in its place: Flax traces a scan's body twice,
-    first for what does not depend on the carry.
+    JAX keeps its equation for the effect of `jax.debug.callback`, which every transformation allows. Its operand, the
+    array that the layer reads, keeps it in its place: Flax traces a scan's body twice, first for what does not depend
+    on the carry.
     """
     primitive = Primitive("jln_route")
     primitive.multiple_results = True

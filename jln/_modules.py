@@ -1,7 +1,7 @@
 """The calls of all frameworks' modules: by the operators, or by the framework's own code.
 
 A module is its framework's class with another call. It puts its arguments and parameters in the operators' terms, or
-says in a few words why the framework's own code must run. `explain` lists which of the two a call took.
+says in a few words why the framework's own code must run.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def norm_and_linears(
 ) -> Any:
     """Compute the call of a norm and the Linears behind it: `y`, or with a residual `(y, total)`.
 
-    layers: the framework's own, the norm and the Linears. They are called one after the other where the operators
-      cannot compute the call.
+    layers: the framework's own, the norm and the Linears, to be called where the operators cannot compute the call.
     several: whether `y` is a tuple.
     in_init: whether the layers must be called to make their parameters.
     """

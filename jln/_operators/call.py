@@ -18,7 +18,7 @@ from jln._junction.arrays import Arrays, Junction
 from jln._junction.derivatives import in_plain_jnp, operator
 from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
-from jln._operators.eight_bits import Kind, made, settings
+from jln._operators.eight_bits import Kind, pack, settings
 from jln._triton.target import target_chip
 
 
@@ -85,7 +85,7 @@ def call(
         junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
     )
     results = _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
-    return results if quantize is None or arrays.kernel else Arrays(y=made(results, quantize), total=results.total)
+    return results if quantize is None or arrays.kernel else Arrays(y=pack(results, quantize), total=results.total)
 
 
 @in_one_program(static=3)
@@ -127,10 +127,10 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
 
 
 def _spec_of_product(rows: Any, kernel: Any) -> PartitionSpec:
-    return PartitionSpec(*rows, *(None if _uses_any_of(axes, rows) else axes for axes in kernel[1:]))
+    """The spec of rows of features: a mesh axis that splits the rows splits no features."""
+    taken = {name for axes in rows for name in _mesh_axes(axes)}
+    return PartitionSpec(*rows, *(None if taken & _mesh_axes(axes) else axes for axes in kernel[1:]))
 
 
-def _uses_any_of(axes: Any, others: Any) -> bool:
-    """True where an entry of a PartitionSpec names mesh axes that other entries name."""
-    names = [set(a if isinstance(a, tuple) else (a,)) for a in (axes, *others) if a is not None]
-    return axes is not None and any(names[0] & other for other in names[1:])
+def _mesh_axes(entry: Any) -> set[Any]:
+    return {*entry} if isinstance(entry, tuple) else {entry} - {None}

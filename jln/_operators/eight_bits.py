@@ -95,17 +95,17 @@ class Quantized(NamedTuple):
         else:  # [], or with the axes of a loop's examples, which are in front
             scale = jnp.expand_dims(scale, range(scale.ndim, values.ndim))
         numbers = (values.astype(jnp.float32) * scale).astype(dtype)
-        return numbers if self.carrier is None else _carried(numbers, self.carrier)
+        return numbers if self.carrier is None else _follow(numbers, self.carrier)
 
 
 @jax.custom_jvp
-def _carried(numbers: jax.Array, carrier: jax.Array) -> jax.Array:
-    """The numbers, which move as the carrier does."""
+def _follow(numbers: jax.Array, carrier: jax.Array) -> jax.Array:
+    """Give numbers the tangent and the cotangent of the carrier."""
     del carrier
     return numbers
 
 
-_carried.defjvps(None, lambda tangent, numbers, *_: tangent.astype(numbers.dtype))
+_follow.defjvps(None, lambda tangent, numbers, *_: tangent.astype(numbers.dtype))
 
 
 class Scaled(NamedTuple):
@@ -163,8 +163,8 @@ def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
     return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape((1,) * ndim))
 
 
-def made(results: Arrays, quantize: Any) -> Quantized:
-    """The result as it was asked for."""
+def pack(results: Arrays, quantize: Any) -> Quantized:
+    """Make the result that was asked for."""
     scale = results.y_scale
     if isinstance(quantize, MXFloat8):
         scale = jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu)

@@ -14,10 +14,8 @@ from jln._junction.arguments import Gate
 from jln._junction.arrays import Arrays
 from jln._operators.call import NormArguments, call, summands
 from jln._operators.eight_bits import Quantize, Scaled
+from jln.reference import Biases, Kernels
 
-# One array, or one for each of several Linears.
-Kernels = jax.Array | tuple[jax.Array, ...]
-Biases = jax.Array | None | tuple[jax.Array | None, ...]
 Products = Any  # as the kernels: an array or a tuple of arrays
 
 
@@ -46,10 +44,8 @@ def layer_norm_linear(
     `z` is rounded once, to the dtype of `y`, in which it is multiplied. The products add up in float32, and the bias is
     added before the one rounding of `y`; for float64 all is in float64. Where XLA multiplies, a bfloat16 product is
     rounded before a bfloat16 bias is added, as in `x @ kernel + bias`. Every gradient has its argument's dtype and
-    shape, and is bitwise the same in every run of one compiled program. Errors are those of `layer_norm`.
-
-    Few features (up to 256 of one kernel in 16 bits, 128 in float32) may be multiplied by the kernel that normalises:
-    that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. XLA multiplies all others.
+    shape, and is bitwise the same in every run of one compiled program. A product of few features may have the name
+    `jln.PRODUCT` for policies of `jax.checkpoint` (see `jln.checkpoint_policies`). Errors are those of `layer_norm`.
 
     Args:
       x: `[..., H]`: float16, bfloat16, float32 or float64.

@@ -147,15 +147,12 @@ def layer_norm_add(
     """Return `residual + layer_norm(x, scale, offset)`, the sum behind a norm of the branch alone (Swin 2).
 
     The norm and the sum are in float32 (float64 for a float64 `x`, and the sum for a float64 `residual`) and rounded
-    once. Errors are those of `layer_norm`.
+    once. The result and errors are those of `layer_norm`.
 
     Args:
       residual: `x`'s shape; any supported dtype.
       dtype: of the result. None: the promoted dtype of `x` and `residual`.
       x, scale, offset, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`; with `quantize` a `jln.Quantized`.
     """
     arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale, offset=offset)
     norm = NormArguments(True, axis, epsilon, zero_centered_scale, dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.typing import DTypeLike
 
@@ -51,10 +53,7 @@ def add_layer_norm(
     """
     arrays = summands(x, residual, x_bias, gate)._replace(scale=scale, offset=offset)
     norm = NormArguments(True, axis, epsilon, zero_centered_scale, dtype)
-    results = call(
-        arrays, norm, gives_total=True, quantize=quantize, implementation=implementation, forward_mode=forward_mode
-    )
-    return results.y, results.total
+    return _call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode)
 
 
 @note_calls("norm")
@@ -83,10 +82,7 @@ def add_rms_norm(
     """
     arrays = summands(x, residual, x_bias, gate)._replace(scale=scale)
     norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
-    results = call(
-        arrays, norm, gives_total=True, quantize=quantize, implementation=implementation, forward_mode=forward_mode
-    )
-    return results.y, results.total
+    return _call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode)
 
 
 @note_calls("norm")
@@ -122,7 +118,9 @@ def rms_norm_add_rms_norm(
     """
     arrays = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate, scale=scale)
     norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype, both_sides=True)
-    results = call(
-        arrays, norm, gives_total=True, quantize=quantize, implementation=implementation, forward_mode=forward_mode
-    )
+    return _call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode)
+
+
+def _call(arrays: Arrays, norm: NormArguments, **options: Any) -> tuple[Any, Any]:
+    results = call(arrays, norm, gives_total=True, **options)
     return results.y, results.total

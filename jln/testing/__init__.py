@@ -148,7 +148,7 @@ def assert_vjp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> No
       f, args: as of `check_vjp`.
       **options: the other arguments of `check_vjp`.
     """
-    _assert(check_vjp(f, args, **options))
+    _raise_unless_ok(check_vjp(f, args, **options))
 
 
 def assert_hvp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> None:
@@ -158,10 +158,10 @@ def assert_hvp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> No
       f, args: as of `check_hvp`.
       **options: the other arguments of `check_hvp`.
     """
-    _assert(check_hvp(f, args, **options))
+    _raise_unless_ok(check_hvp(f, args, **options))
 
 
-def _assert(report: Report) -> None:
+def _raise_unless_ok(report: Report) -> None:
     if not report.ok:
         what = "wrong" if any(row.verdict == "WRONG" for row in report.rows) else "unsure"
         raise AssertionError(f"{what} gradients\n{report}")
