@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from jln.testing.report import aligned
+from jln.testing.report import align
 
 UserError = typer.BadParameter  # what the user can mend: a sentence on stderr, exit status 2
 
@@ -37,7 +37,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Co
         return
     cells = [[column.cell(row.get(field)) for field, column in columns.items()] for row in rows]
     texts = [i for i, field in enumerate(columns) if all(isinstance(row.get(field), str | None) for row in rows)]
-    lines = aligned([[column.title for column in columns.values()], *cells], texts)
+    lines = align([[column.title for column in columns.values()], *cells], texts)
     print("\n".join([title, *(f"  {line}" for line in lines), ""]), flush=True)
 
 

@@ -7,8 +7,8 @@ import contextvars
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -41,40 +41,31 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # A function that is told of each route, with the array that the layer reads.
 Listener = Callable[[Route, Any], None]
-_listeners: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("jln_listeners", default=())
+_listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("jln_listener", default=None)
+# A part of the key of JAX's caches: programs traced for the user have no equations of `_primitive`, those traced for
+# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each.
+_is_asked = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
-def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
+def listen(listener: Listener | None) -> Iterator[None]:
+    """Tell this listener alone of the calls made in the context; None: tell nobody."""
+    token = _listener.set(listener)
     try:
-        yield
+        with _is_asked(isinstance(listener, _Question)):
+            yield
     finally:
-        variable.reset(token)
-
-
-def listening(*listeners: Listener) -> contextlib.AbstractContextManager[None]:
-    """Tell these listeners of the calls made in the context, and no others."""
-    return _set(_listeners, listeners)
-
-
-def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
-    """Tell this listener too of the calls made in the context."""
-    return listening(*_listeners.get(), listener)
-
-
-def into(routes: list[Route]) -> Listener:
-    return lambda route, _: routes.append(route)
+        _listener.reset(token)
 
 
 def note(layer: str, path: str, why: str, read: Any = None) -> None:
-    """Tell the listeners of a call of a layer. read: the array that the layer reads."""
-    for listener in _listeners.get():
+    """Tell the listener of a call of a layer. read: the array that the layer reads."""
+    if (listener := _listener.get()) is not None:
         listener(Route(layer, path, why), read)
 
 
-def listed(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator of a public operator, which has its calls listed."""
+def note_calls(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a decorator of public operators, which notes their calls."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -87,74 +78,25 @@ def listed(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-# The places of layers in the models that a question is about, by the layers' identity.
-_places: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar("jln_places", default=MappingProxyType({}))
-
-
-def place(layer: Any) -> str:
-    """The place of a layer in the model that a question is about; "" where it is not known."""
-    return _places.get().get(id(layer), "")
-
-
 @functools.singledispatch
 def places(model: Any) -> Mapping[int, str]:
     """The places of a model's layers by their identity; a framework's module registers its own."""
     return {}
 
 
-def _about(*models: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which the places of these models' layers are known."""
-    return _set(_places, {**_places.get(), **{layer: at for model in models for layer, at in places(model).items()}})
+class _Question:
+    """A listener that writes routes into the program that is traced, where JAX keeps them with a cached trace."""
+
+    def __init__(self, model: Any):
+        self.places = {**places(model)}
+
+    def __call__(self, route: Route, read: Any) -> None:
+        _primitive().bind(*([read] if isinstance(read, jax.Array) else []), route=route)
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
-    """Trace `function(*args, **kwargs)` and list how each jln layer and operator that it calls is computed, and why.
-
-    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
-    or "fused" call reaches jln's operators. They run Triton kernels where the program is compiled for an NVIDIA GPU
-    with jax-triton installed, the last axes are normalised, and parameters vary along `x`'s first axes or by head; XLA
-    elsewhere. A framework's own layers are not listed; of a function that `jln.fuse` has made, the operators in their
-    place are, and the norms that it left.
-
-    JAX does not trace again what is under `jax.jit`. Of an object that such a function has closed over, you see the
-    state at the first call of `explain`, as JAX runs the state of the function's first call. A Flax NNX model that is
-    changed, or that Flax transforms, is an argument: `jln.explain(lambda model, x: ..., model, x)`.
-
-    Args:
-      function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
-        parameters are made up; or any function of arrays.
-      *args: the positional arguments of `function`.
-      **kwargs: the keyword arguments of `function`.
-
-    Returns:
-      A `jln.Route` for each call, in the order of the calls. A call in a loop or a scan is listed once, with the number
-        of turns where that is known; a call inside of a `jax.checkpoint` with what that keeps.
-
-    Raises:
-      Exception: whatever the call itself raises.
-    """
-    for framework, module in _REGISTERING.items():
-        if any(f"{base.__module__}.".startswith(f"{framework}.") for base in inspect.getmro(type(function))):
-            importlib.import_module(module)
-    call = traceable(function)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(a, "shape") and hasattr(a, "dtype") for a in leaves]
-
-    def traced(arrays):
-        values = iter(arrays)
-        args, kwargs = tree.unflatten([next(values) if known else a for a, known in zip(leaves, is_array, strict=True)])
-        with _about(*args, *kwargs.values()):  # which are made again, of what is traced
-            call(*args, **kwargs)
-
-    model = inspect.unwrap(function)
-    with heard_by(_written), _asked(True), _about(getattr(model, "__self__", model)):
-        program = jax.make_jaxpr(traced)([a for a, known in zip(leaves, is_array, strict=True) if known])
-    return tuple(_routes_of(program))
-
-
-# The frameworks whose models `traceable` does not know before a module of jln is imported, and that module. A model
-# that calls operators alone need not have imported it.
-_REGISTERING = {"flax.linen": "jln.linen", "haiku": "jln.haiku"}
+def place(layer: Any) -> str:
+    """The place of a layer in the models that a question is about; "" where it is not known."""
+    return getattr(_listener.get(), "places", {}).get(id(layer), "")
 
 
 @functools.singledispatch
@@ -163,30 +105,54 @@ def traceable(function: Any) -> Callable[..., Any]:
     return function
 
 
-# A part of the key of JAX's caches: programs traced for the user have no equations of `_primitive`, those traced for
-# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each.
-_asked = jax.make_user_context(default_value=False)
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
+    """Trace `function(*args, **kwargs)` and list how each jln layer and operator that it calls is computed, and why.
 
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. A "norm" or "fused" call reaches jln's operators, and
+    runs what their `implementation` says. A framework's own layers are not listed; of a function that `jln.fuse` has
+    made, the operators in their place are, and the norms that it left.
 
-@contextlib.contextmanager
-def unasked() -> Iterator[None]:
-    """A context whose calls are not collected."""
-    with listening(), _asked(False):
-        yield
+    JAX does not trace again what is under `jax.jit`: of an object that it has closed over, you see the state at the
+    first call. A Flax NNX model that is changed, or that Flax transforms, is an argument:
+    `jln.explain(lambda model, x: ..., model, x)`.
 
+    Args:
+      function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
+        parameters are made up; or any function of arrays.
+      *args, **kwargs: the arguments of `function`.
 
-def _written(route: Route, read: Any) -> None:
-    """Write a route into the program that is traced, where JAX keeps it with the rest of a cached trace."""
-    _primitive().bind(*([read] if isinstance(read, jax.Array) else []), route=route)
+    Returns:
+      A `jln.Route` for each call, in the order of the calls. A call in a loop or a scan is listed once, with the number
+        of turns where that is known; a call inside of a `jax.checkpoint` with what that keeps.
+    """
+    for framework, module in (("flax.linen", "jln.linen"), ("haiku", "jln.haiku")):  # which register with `traceable`
+        if framework in sys.modules:
+            importlib.import_module(module)
+    call = traceable(function)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: a for i, a in enumerate(leaves) if hasattr(a, "shape") and hasattr(a, "dtype")}
+
+    model = inspect.unwrap(function)
+    question = _Question(getattr(model, "__self__", model))
+
+    def trace(arrays):
+        args, kwargs = tree.unflatten([arrays.get(i, a) for i, a in enumerate(leaves)])
+        for model in (*args, *kwargs.values()):  # which are made again, of what is traced
+            question.places.update(places(model))
+        call(*args, **kwargs)
+
+    with listen(question):
+        program = jax.make_jaxpr(trace)(arrays)
+    return tuple(_routes(program))
 
 
 @functools.cache
 def _primitive() -> Primitive:
     """A primitive that carries a route, and does nothing.
 
-    Its equation has no results, but the effect of `jax.debug.callback`: so JAX keeps it, and allows it in every
-    transformation. Its operand, the array that the layer reads, keeps it in its place: Flax traces a scan's body twice,
-    first for what does not depend on the carry.
+    JAX keeps its equation for the effect of `jax.debug.callback`, which every transformation allows. Its operand, the
+    array that the layer reads, keeps it in its place: Flax traces a scan's body twice, first for what does not depend
+    on the carry.
     """
     primitive = Primitive("jln_route")
     primitive.multiple_results = True
@@ -199,14 +165,14 @@ def _primitive() -> Primitive:
     return primitive
 
 
-def _routes_of(program: Any) -> Iterator[Route]:
+def _routes(program: Any) -> Iterator[Route]:
     """The routes in a program, in its order, those inside of an equation at that equation's place."""
     for equation in program.eqns:
         if equation.primitive is _primitive():
             yield equation.params["route"]
         for inner in inner_programs(equation):
-            for route in _routes_of(inner):
-                yield route._replace(why=route.why + _within(equation))
+            for route in _routes(inner):
+                yield route._replace(why=route.why + _remark(equation))
 
 
 def inner_programs(equation: Any) -> Iterator[Any]:
@@ -215,7 +181,7 @@ def inner_programs(equation: Any) -> Iterator[Any]:
     return (value for value in values if hasattr(value, "eqns"))
 
 
-def _within(equation: Any) -> str:
+def _remark(equation: Any) -> str:
     """A remark on the calls inside of an equation: in a loop, in a `jax.shard_map`, in a `jax.checkpoint`; else ""."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":

@@ -1,7 +1,7 @@
 """The calls of all frameworks' modules: by the operators, or by the framework's own code.
 
 A module is its framework's class with another call. It puts its arguments and parameters in the operators' terms, or
-says in a few words why the framework's own code must run. `explain` lists which of the two a call took.
+says in a few words why the framework's own code must run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jln import _checks
 from jln._explain import note
 from jln._junction.arrays import Arrays
-from jln._operators.call import call
+from jln._operators.call import NormArguments, call, summands
 from jln._operators.eight_bits import Quantize, Scaled
 
 
@@ -73,7 +73,7 @@ def norm(name: str, x: Any, residual: Any, read: ReadNorm, own: Callable[[Any], 
         y = own(total)
     else:
         note(name, "norm", _WHOLE, total)
-        results = _results(terms, _summands(x, residual), dtype=terms.dtype, forward_mode=True)
+        results = _results(terms, summands(x, residual), forward_mode=True)
         y, total = results.y, results.total
     return y if residual is None else (y, total)
 
@@ -92,8 +92,7 @@ def norm_and_linears(
 ) -> Any:
     """Compute the call of a norm and the Linears behind it: `y`, or with a residual `(y, total)`.
 
-    layers: the framework's own, the norm and the Linears. They are called one after the other where the operators
-      cannot compute the call.
+    layers: the framework's own, the norm and the Linears, to be called where the operators cannot compute the call.
     several: whether `y` is a tuple.
     in_init: whether the layers must be called to make their parameters.
     """
@@ -116,7 +115,7 @@ def norm_and_linears(
     else:
         note(name, "fused", _WHOLE, total)
         norm, linears = terms
-        arrays = _summands(x, residual)._replace(
+        arrays = summands(x, residual)._replace(
             kernel=tuple(jnp.asarray(a, norm.dtype) for a in linears.kernels),
             bias=tuple(None if a is None else jnp.asarray(a, norm.dtype) for a in linears.biases),
         )
@@ -146,16 +145,11 @@ def _sum(x: Any, residual: Any) -> Any:
     return x.astype(dtype) + residual.astype(dtype)
 
 
-def _summands(x: Any, residual: Any) -> Arrays:
-    return Arrays(x=_checks.array("x", x), residual=_checks.optional_array("residual", residual))
-
-
 def _results(norm: Norm, arrays: Arrays, **options: Any) -> Arrays:
     """The results of the operator. The frameworks' layers can be differentiated forward, so it is asked for that."""
     return call(
         arrays._replace(scale=norm.scale, offset=norm.offset),
-        subtract_mean=norm.subtract_mean,
-        epsilon=norm.epsilon,
+        NormArguments(norm.subtract_mean, -1, norm.epsilon, dtype=None if arrays.kernel else norm.dtype),
         gives_total=arrays.residual is not None,
         **options,
     )

@@ -21,7 +21,7 @@ from jln._junction.linears.tiles import unfenced
 from jln._triton import cache, lowering, ptxas, target, tuning
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 from jln.testing.operators import FORMS, step
-from jln.testing.report import aligned
+from jln.testing.report import align
 
 # Distribution -> what it is for here, and how it comes; extras in a clone of jln.
 PACKAGES = {
@@ -72,7 +72,7 @@ def run() -> int:
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:
-    print("\n".join([*aligned(lines, range(len(lines[0]))), ""]))
+    print("\n".join([*align(lines, range(len(lines[0]))), ""]))
 
 
 def devices() -> tuple[list[Any], list[str]]:

@@ -3,9 +3,8 @@
     from jln.equinox import LayerNorm, RMSNorm    # instead of: from equinox.nn import LayerNorm, RMSNorm
 
 Constructors, fields, initial values and serialised leaves are Equinox's own: the classes are Equinox's with another
-call. They work on one example and are vmapped, as Equinox's are. A call that the operators cannot compute, such as one
-of a `shape` of several axes, runs Equinox's own code. `jln.explain(layer, x)` tells which of the two a call takes, and
-why.
+call, of one example. A call that the operators cannot compute, such as one of a `shape` of several axes, runs Equinox's
+own code. `jln.explain(layer, x)` tells which of the two a call takes, and why.
 """
 
 from __future__ import annotations

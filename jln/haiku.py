@@ -5,9 +5,7 @@
 Constructors, parameters, initial values, module names and checkpoints are Haiku's own: the classes are Haiku's with
 another call. A call that the operators cannot compute runs Haiku's own code: one with `scale` or `offset`, or over
 other axes than the last. So does `init`, which makes the parameters. `jln.explain` tells which of the two a call takes,
-and why. Haiku computes in the dtype of its inputs, rounding every intermediate of a 16-bit input to 16 bits, and its
-`use_fast_variance=True` loses the variance of a row whose mean is large against its spread. Here all is in float32,
-rounded once, and the variance is two-pass.
+and why. Haiku computes in the dtype of its inputs. Here all is in float32, rounded once, and the variance is two-pass.
 """
 
 from __future__ import annotations
@@ -98,8 +96,7 @@ class _NormLinear(hk.Module):
           inputs: `[..., H]`.
           precision: of the Linears.
           residual: as of the norm.
-          quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
-            and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
+          quantize: as of `jln.layer_norm_linear`. An error where the operators cannot compute the call.
         """
         several = isinstance(self.output_size, Mapping)
         sizes = self.output_size if isinstance(self.output_size, Mapping) else {"linear": self.output_size}
@@ -133,7 +130,7 @@ class LayerNormLinear(_NormLinear):
         q, k, v = layer(x)
         (q, k, v), total = layer(x, residual=residual)  # of total = x + residual
 
-    Where all are one operator the modules are not called, and interceptors see only how their parameters are read.
+    As one operator the modules are not called, and interceptors see only how their parameters are read.
 
     Args:
       output_size: as of `haiku.Linear`. For several Linears a mapping from each one's name to its size.
@@ -163,10 +160,7 @@ class LayerNormLinear(_NormLinear):
 
 
 class RMSNormLinear(_NormLinear):
-    """An RMSNorm over the last axis and the Linear behind it, as one operator that keeps only the inputs.
-
-    Parameters and initial values are those of Haiku's two modules, "rms_norm" and "linear". Several Linears may read
-    one norm, as of `LayerNormLinear`.
+    """An RMSNorm over the last axis, named "rms_norm", and the Linear behind it, or several, as of `LayerNormLinear`.
 
     Args:
       output_size, create_scale, eps, scale_init, with_bias, w_init, b_init, name: as of `LayerNormLinear`.
@@ -211,7 +205,7 @@ def _name(module: hk.Module, kind: str) -> str:
 def _(model: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
-        with _explain.unasked():  # of the call that makes the parameters, in which nothing is fused
+        with _explain.listen(None):  # of the call that makes the parameters, in which nothing is fused
             variables = model.init(key, *args, **kwargs)
         variables = variables if isinstance(model, hk.TransformedWithState) else (variables,)
         rng = (key,) if "rng" in inspect.signature(model.apply).parameters else ()  # not of hk.without_apply_rng

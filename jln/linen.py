@@ -4,9 +4,8 @@
 
 Fields, parameters, initial values, automatic names and checkpoints are Flax's own: the classes are Flax's with another
 call. A call that the operators cannot compute runs Flax's own code: one with `mask`, `axis_name`,
-`force_float32_reductions=False`, or over other axes than the last. So does `init`, which makes the parameters.
-`jln.explain(layer, x)` tells which of the two a call takes, and why. Results differ by rounding, but where Flax's
-`use_fast_variance=True` loses the variance of a row whose mean is large against its spread: here it is two-pass always.
+`force_float32_reductions=False`, or over other axes than the last. So does `init`. `jln.explain(layer, x)` tells which
+of the two a call takes, and why. Results differ by rounding, and the variance is two-pass whatever `use_fast_variance`.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class _NormDense(nn.Module):
         Args:
           x: `[..., H]`.
           residual: as of the norm.
-          quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
-            and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
+          quantize: as of `jln.layer_norm_linear`. An error where the operators cannot compute the call.
         """
         both = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         norm = self._norm(epsilon=self.epsilon, use_scale=self.use_scale, scale_init=self.scale_init, **both)
@@ -106,15 +104,14 @@ class _NormDense(nn.Module):
 class LayerNormDense(_NormDense):
     """A `LayerNorm` and the Dense behind it, `dense(norm(x))`, as one operator that keeps only `x` for the backward.
 
-    The layers are named "norm" and, a `flax.linen.DenseGeneral`, "dense". Parameters and initial values are those of
-    Flax's two layers. Several Denses may read one norm, under names of their own:
+    Parameters and initial values are those of Flax's two layers, named "norm" and "dense" (a
+    `flax.linen.DenseGeneral`). Several Denses may read one norm, under names of their own:
 
         layer = LayerNormDense({"q": 1024, "k": 256, "v": 256})  # parameters norm/scale, q/kernel, k/kernel ...
         q, k, v = layer.apply(variables, x)
         (q, k, v), total = layer.apply(variables, x, residual=residual)  # of total = x + residual
 
-    Where all are one operator the layers are not called: `nn.intercept_methods` and `capture_intermediates` see this
-    layer's call alone. In `init`, and where they are not one operator, each is called.
+    As one operator the layers are not called: `nn.intercept_methods` and `capture_intermediates` see this layer alone.
 
     Attributes:
       features: int or tuple, the number of output features. For several Denses a mapping from each one's name to it.
@@ -133,11 +130,7 @@ class LayerNormDense(_NormDense):
 
 
 class RMSNormDense(_NormDense):
-    """An `RMSNorm` and the Dense behind it, `dense(norm(x))`, as one operator that keeps only `x` for the backward.
-
-    Names, parameters and attributes are those of `LayerNormDense` without `use_offset` and `offset_init`, which an
-    RMSNorm does not have.
-    """
+    """An `RMSNorm` and the Dense behind it, as of `LayerNormDense` without `use_offset` and `offset_init`."""
 
     @nn.nowrap
     def _norm(self, **options: Any) -> RMSNorm:
@@ -185,7 +178,7 @@ def _(model: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
         rngs = {"params": key, "dropout": key}
-        with _explain.unasked():  # of the call that makes the variables, in which nothing is fused
+        with _explain.listen(None):  # of the call that makes the variables, in which nothing is fused
             variables = model.init(rngs, *args, **kwargs)
         return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
 

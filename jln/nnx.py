@@ -5,8 +5,8 @@
 Constructors, parameters, initial values, metadata and checkpoints are Flax's own: the classes are Flax's with another
 call. A call that the operators cannot compute runs Flax's own code: one with `mask`, `axis_name`, a `promote_dtype` of
 one's own, or over other axes than the last. `jln.explain` tells which of the two a call takes, and why. Results differ
-by rounding. With `dtype=bfloat16` Flax rounds `x` before it normalises; here the result alone is rounded. Flax's
-`use_fast_variance=True` loses the variance of a row whose mean is large against its spread; here it is two-pass always.
+by rounding: with `dtype=bfloat16` Flax rounds `x` before it normalises, here the result alone is rounded. The variance
+is two-pass whatever `use_fast_variance`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class _NormLinear(nnx.Module):
         Args:
           x: `[..., H]`.
           residual: as of the norm.
-          quantize: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`: the products are in eight bits,
-            and with a given scale `y` is a `jln.Scaled`. An error where the operators cannot compute the call.
+          quantize: as of `jln.layer_norm_linear`. An error where the operators cannot compute the call.
         """
         linears = [getattr(self, name) for name in self.names]
 
@@ -105,8 +104,8 @@ class _NormLinear(nnx.Module):
 class LayerNormLinear(_NormLinear):
     """A `LayerNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
 
-    Its parameters are those of the two layers, `norm.scale`, `norm.bias`, `linear.kernel` and `linear.bias`, with the
-    initial values that Flax's layers, made in this order, get from the same `rngs`. Several Linears may read one norm:
+    Parameters and initial values are those of Flax's two layers, "norm" and "linear", made in this order from `rngs`.
+    Several Linears may read one norm, under names of their own:
 
         layer = LayerNormLinear(1024, {"q": 1024, "k": 256, "v": 256}, rngs=rngs)  # norm.scale, q.kernel, k.kernel ...
         q, k, v = layer(x)
@@ -120,8 +119,8 @@ class LayerNormLinear(_NormLinear):
         each one's attribute name to either of these.
       epsilon, use_scale, scale_init: as of `flax.nnx.LayerNorm`.
       use_offset, offset_init: `flax.nnx.LayerNorm`'s `use_bias` and `bias_init`.
-      use_bias, kernel_init, bias_init, precision: of the Linear, or of each. For metadata, as of shardings, wrap an
-        initialiser: `flax.nnx.with_partitioning(init, ...)`.
+      use_bias, kernel_init, bias_init, precision: of the Linear, or of each. For metadata wrap an initialiser, by
+        `flax.nnx.with_partitioning`.
       dtype, param_dtype, rngs: of all layers.
     """
 
@@ -152,10 +151,7 @@ class LayerNormLinear(_NormLinear):
 
 
 class RMSNormLinear(_NormLinear):
-    """An `RMSNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
-
-    Its parameters are `norm.scale`, `linear.kernel` and `linear.bias`. Several Linears may read one norm, as of
-    `LayerNormLinear`.
+    """An `RMSNorm` and the Linear behind it, or several, as of `LayerNormLinear`.
 
     Args:
       in_features, out_features, epsilon, use_scale, scale_init: as of `LayerNormLinear`.
@@ -214,19 +210,13 @@ def fuse(
 ) -> Callable[..., Any]:
     """Return what `jln.fuse` makes of a function whose arguments have Flax NNX objects in them.
 
-    What a call changes in a Module, Rngs, Metric or Optimizer, such as counters, running statistics and the keys of
-    random numbers, is changed in the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`.
+    What a call changes in a Module, Rngs, Metric or Optimizer, such as counters and the keys of random numbers, is
+    changed in the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`. An object among the
+    results is a copy. Errors are those of `jln.fuse`.
 
     Args:
       function: as of `jln.fuse`; such objects may be anywhere in its arguments.
       linears, implementation, forward_mode: as of `jln.fuse`.
-
-    Returns:
-      A function with `function`'s arguments and results. An object among the results is a copy.
-
-    Raises:
-      TypeError: `function` is not callable.
-      ValueError: the implementation is unknown.
     """
     options: Any = {"linears": linears, "implementation": implementation, "forward_mode": forward_mode}
     if function is None:

@@ -1,8 +1,8 @@
 """The references: every operator in plain jnp, without a custom rule, for autodiff to differentiate.
 
-Arguments, shapes and dtypes are those of the operators, without `implementation` and `forward_mode`. Arithmetic is in
-float32 for 16-bit and float32 inputs and in float64 for float64 ones, the result is rounded once, and the variance is
-two-pass.
+Arguments, shapes and dtypes are those of the operators of the same names, but for `implementation`, `forward_mode`,
+`remat` and `quantize`. Arithmetic is in float32 for 16-bit and float32 inputs and in float64 for float64 ones. The
+result is rounded once, and so is `total`, before it is normalised. The variance is two-pass.
 
 Ba, Kiros, Hinton, "Layer Normalization" (2016); Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
@@ -26,7 +26,7 @@ def layer_norm(
     x: jax.Array, scale: jax.Array | None = None, offset: jax.Array | None = None, *,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return `(x - mean) / sqrt(variance + epsilon) * scale + offset`, over `axis`, of what `jln.layer_norm` takes."""
+    """Return `(x - mean) / sqrt(variance + epsilon) * scale + offset`, over `axis`."""
     return _junction(x, _Norm(True, axis, epsilon, zero_centered_scale), scale, offset, dtype=dtype)
 
 
@@ -34,7 +34,7 @@ def rms_norm(
     x: jax.Array, scale: jax.Array | None = None, *,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return `x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`, of what `jln.rms_norm` takes."""
+    """Return `x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`."""
     return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, dtype=dtype)
 
 
@@ -43,10 +43,7 @@ def add_layer_norm(
     x_bias: jax.Array | None = None, gate: Gate = None,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return `(layer_norm(total, scale, offset), total)`, of what `jln.add_layer_norm` takes.
-
-    `total = residual + gate * (x + x_bias)` is rounded once.
-    """
+    """Return `(layer_norm(total, scale, offset), total)` with `total = residual + gate * (x + x_bias)`."""
     norm = _Norm(True, axis, epsilon, zero_centered_scale)
     return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
 
@@ -56,10 +53,7 @@ def add_rms_norm(
     x_bias: jax.Array | None = None, gate: Gate = None,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return `(rms_norm(total, scale), total)`, of what `jln.add_rms_norm` takes.
-
-    `total = residual + gate * (x + x_bias)` is rounded once.
-    """
+    """Return `(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`."""
     norm = _Norm(False, axis, epsilon, zero_centered_scale)
     return _junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
 
@@ -68,7 +62,7 @@ def layer_norm_add(
     x: jax.Array, residual: jax.Array, scale: jax.Array | None = None, offset: jax.Array | None = None, *,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return `residual + layer_norm(x, scale, offset)`, rounded once, of what `jln.layer_norm_add` takes."""
+    """Return `residual + layer_norm(x, scale, offset)`, rounded once."""
     return _junction(x, _Norm(True, axis, epsilon, zero_centered_scale), scale, offset, added=residual, dtype=dtype)
 
 
@@ -76,7 +70,7 @@ def rms_norm_add(
     x: jax.Array, residual: jax.Array, scale: jax.Array | None = None, *,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return `residual + rms_norm(x, scale)`, rounded once, of what `jln.rms_norm_add` takes."""
+    """Return `residual + rms_norm(x, scale)`, rounded once."""
     return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, added=residual, dtype=dtype)
 
 
@@ -85,10 +79,7 @@ def rms_norm_add_rms_norm(
     gate: Gate = None,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return `(rms_norm(total, scale), total)`, of what `jln.rms_norm_add_rms_norm` takes.
-
-    `total = residual + gate * rms_norm(x, x_scale)` is rounded once, and the rounded sum is normalised.
-    """
+    """Return `(rms_norm(total, scale), total)` with `total = residual + gate * rms_norm(x, x_scale)`."""
     norm, both = _Norm(False, axis, epsilon, zero_centered_scale), {"both_sides": True, "x_scale": x_scale}
     return _junction(x, norm, scale, residual=residual, **both, gate=gate, dtype=dtype)
 
@@ -97,7 +88,7 @@ def rms_norm_gated(
     x: jax.Array, z: jax.Array, scale: jax.Array | None = None, *, norm_before_gate: bool = True,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return `rms_norm(x, scale) * silu(z)` or `rms_norm(x * silu(z), scale)`, of what `jln.rms_norm_gated` takes."""
+    """Return `rms_norm(x, scale) * silu(z)` or `rms_norm(x * silu(z), scale)`."""
     norm = _Norm(False, axis, epsilon, zero_centered_scale)
     return _junction(x, norm, scale, z=z, norm_before_gate=norm_before_gate, dtype=dtype)
 
@@ -106,7 +97,7 @@ def layer_norm_linear(
     x: jax.Array, scale: jax.Array | None, offset: jax.Array | None, kernel: Kernels, bias: Biases = None, *,
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> Products:  # fmt: skip
-    """Return `layer_norm(x, scale, offset) @ kernel + bias`, of what `jln.layer_norm_linear` takes."""
+    """Return `layer_norm(x, scale, offset) @ kernel + bias`."""
     norm = _Norm(True, -1, epsilon, zero_centered_scale)
     return _junction(x, norm, scale, offset, linears=(kernel, bias, precision))
 
@@ -115,7 +106,7 @@ def rms_norm_linear(
     x: jax.Array, scale: jax.Array | None, kernel: Kernels, bias: Biases = None, *,
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> Products:  # fmt: skip
-    """Return `rms_norm(x, scale) @ kernel + bias`, of what `jln.rms_norm_linear` takes."""
+    """Return `rms_norm(x, scale) @ kernel + bias`."""
     return _junction(x, _Norm(False, -1, epsilon, zero_centered_scale), scale, linears=(kernel, bias, precision))
 
 
@@ -124,10 +115,7 @@ def add_layer_norm_linear(
     bias: Biases = None, *, x_bias: jax.Array | None = None, gate: Gate = None,
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:  # fmt: skip
-    """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)`, of what `jln.add_layer_norm_linear` takes.
-
-    `total = residual + gate * (x + x_bias)` is rounded once.
-    """
+    """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)`, `total = residual + gate * (x + x_bias)`."""
     norm, linears = _Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
     return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
 
@@ -137,10 +125,7 @@ def add_rms_norm_linear(
     x_bias: jax.Array | None = None, gate: Gate = None,
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:  # fmt: skip
-    """Return `(rms_norm(total, scale) @ kernel + bias, total)`, of what `jln.add_rms_norm_linear` takes.
-
-    `total = residual + gate * (x + x_bias)` is rounded once.
-    """
+    """Return `(rms_norm(total, scale) @ kernel + bias, total)`, `total = residual + gate * (x + x_bias)`."""
     norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
     return _junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
 
@@ -150,10 +135,7 @@ def rms_norm_add_rms_norm_linear(
     bias: Biases = None, *, gate: Gate = None,
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:  # fmt: skip
-    """Return `(rms_norm(total, scale) @ kernel + bias, total)`, of what `jln.rms_norm_add_rms_norm_linear` takes.
-
-    `total = residual + gate * rms_norm(x, x_scale)` is rounded once.
-    """
+    """Return `(rms_norm(total, scale) @ kernel + bias, total)`, `total = residual + gate * rms_norm(x, x_scale)`."""
     norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
     return _junction(x, norm, scale, residual=residual, both_sides=True, x_scale=x_scale, gate=gate, linears=linears)
 

@@ -86,13 +86,13 @@ def _called(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
     assert node.call is not None
     finding: Finding | None = node.remark
     if finding is None:
-        with _explain.listening():
+        with _explain.listen(None):
             return node.call(*operands)
     remark = f" ({finding.why})" if finding.why else ""
     path = "fused" if str(finding.operator).endswith("_linear") else "norm"
     why = f"{', '.join(finding.operands)}{remark}; {place(finding.node)}"
     _explain.note(f"jln.{finding.operator}", path, why, operands[0])
-    with _explain.listening():
+    with _explain.listen(None):
         return node.call(*operands)
 
 

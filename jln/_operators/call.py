@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.lax import PrecisionLike
@@ -11,69 +11,81 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jln import _checks
+from jln._checks import array, optional_array
 from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._junction.arguments import Axis, arranged, checked, no_kernels, norm_of
 from jln._junction.arrays import Arrays, Junction
 from jln._junction.derivatives import in_plain_jnp, operator
 from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
-from jln._operators.eight_bits import Kind, made, settings
+from jln._operators.eight_bits import Kind, pack, settings
 from jln._triton.target import target_chip
+
+
+class NormArguments(NamedTuple):
+    """The static arguments of a norm, as users give them; dtype is that of its result."""
+
+    subtract_mean: bool
+    axis: Axis
+    epsilon: Any
+    zero_centered_scale: bool = False
+    dtype: DTypeLike | None = None
+    both_sides: bool = False
+
+
+def summands(x: Any, residual: Any, x_bias: Any = None, gate: Any = None) -> Arrays:
+    """Make the arrays of a sum in front of a norm."""
+    return Arrays(x=array("x", x), residual=optional_array("residual", residual), x_bias=x_bias, gate=gate)
 
 
 def call(
     arrays: Arrays,
+    norm: NormArguments,
     *,
-    subtract_mean: bool,
-    axis: Axis = -1,
-    epsilon: float,
-    zero_centered_scale: bool = False,
-    both_sides: bool = False,
     gives_total: bool = False,
     remat: bool = False,
-    dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     implementation: str | None = None,
     forward_mode: bool = False,
     quantize: Kind[Any] | None = None,
 ) -> Arrays:
-    """Compute the junction of the user's arrays: its y, `Quantized` with `quantize`, and total. Raises what these say.
+    """Compute the junction of the user's arrays: its y, `Quantized` with `quantize`, and total.
 
     arrays: x and those of its size are JAX's already; kernel and bias are tuples, as `_checks.linears` makes them.
     """
     if _checks.flag("remat", remat) and forward_mode:
         raise ValueError("remat=True is of reverse mode: in forward mode nothing is kept that could be made again")
-    axes = _checks.axes(axis, arrays.x)
+    axes = _checks.axes(norm.axis, arrays.x)
     arrays = checked(arrays, axes)
     in_eight_bits: dict[str, Any] = {}
     if quantize is not None:
-        in_eight_bits, scale = settings(quantize, arrays, axes, dtype, forward_mode)
+        in_eight_bits, scale = settings(quantize, arrays, axes, norm.dtype, forward_mode)
         arrays = arrays._replace(y_scale=scale)
-    norm = norm_of(
+    statics = norm_of(
         arrays,
         axes,
-        epsilon=epsilon,
-        subtract_mean=subtract_mean,
-        zero_centered_scale=zero_centered_scale,
-        both_sides=both_sides,
+        epsilon=norm.epsilon,
+        subtract_mean=norm.subtract_mean,
+        zero_centered_scale=norm.zero_centered_scale,
+        both_sides=norm.both_sides,
         remat=remat,
     )
     if arrays.kernel is None:
         x = arrays.x.dtype
         promoted = x if arrays.added is None else _checks.promoted(x, arrays.added.dtype)
-        junction = Junction(norm, **(in_eight_bits or {"y_dtype": _checks.dtype(dtype, promoted)}))
+        junction = Junction(statics, **(in_eight_bits or {"y_dtype": _checks.dtype(norm.dtype, promoted)}))
     else:
         if quantize is not None and precision is not None:
             raise ValueError(f"with quantize= the products are in eight bits; got precision={precision!r}")
         features = tuple(kernel.ndim - 1 for kernel in arrays.kernel)
         by_cudnn = in_eight_bits.get("eight_bits") == "blocks" and multiplies_blocks(target_chip())
         how: Any = {"precision": _checks.precision(precision), "by_cudnn": by_cudnn}
-        junction = Junction(norm, features=features, **how, **in_eight_bits)
+        junction = Junction(statics, features=features, **how, **in_eight_bits)
     junction = dataclasses.replace(
         junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
     )
     results = _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
-    return results if quantize is None or arrays.kernel else Arrays(y=made(results, quantize), total=results.total)
+    return results if quantize is None or arrays.kernel else Arrays(y=pack(results, quantize), total=results.total)
 
 
 @in_one_program(static=3)
@@ -115,10 +127,10 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
 
 
 def _spec_of_product(rows: Any, kernel: Any) -> PartitionSpec:
-    return PartitionSpec(*rows, *(None if _uses_any_of(axes, rows) else axes for axes in kernel[1:]))
+    """The spec of rows of features: a mesh axis that splits the rows splits no features."""
+    taken = {name for axes in rows for name in _mesh_axes(axes)}
+    return PartitionSpec(*rows, *(None if taken & _mesh_axes(axes) else axes for axes in kernel[1:]))
 
 
-def _uses_any_of(axes: Any, others: Any) -> bool:
-    """True where an entry of a PartitionSpec names mesh axes that other entries name."""
-    names = [set(a if isinstance(a, tuple) else (a,)) for a in (axes, *others) if a is not None]
-    return axes is not None and any(names[0] & other for other in names[1:])
+def _mesh_axes(entry: Any) -> set[Any]:
+    return {*entry} if isinstance(entry, tuple) else {entry} - {None}

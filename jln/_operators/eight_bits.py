@@ -33,14 +33,12 @@ class Kind(Generic[Result]):
 class Float8(Kind["Quantized"]):
     """Eight bits with one scale for all of a result: `y * (1 / scale)`, rounded to the nearest and saturated.
 
-    With the scale of the step before (delayed scaling) one kernel makes the norm, its eight bits, and the largest
-    `|y|`, of which the next scale is made: `amax / float(jnp.finfo(dtype).max)`. Micikevicius et al., "FP8 Formats for
-    Deep Learning" (2022).
+    The next step's scale is made of the largest `|y|` (delayed scaling): `amax / float(jnp.finfo(dtype).max)`.
+    Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 
     Args:
       scale: a number, static or an array; positive and normal in float32. None: of this very result (current scaling),
-        whose `amax` a first kernel finds: its operands, or with a residual the sum, are read again then. It is 1 where
-        `amax` is 0, infinite or NaN.
+        or 1 where `amax` is 0, infinite or NaN.
       dtype: float8_e4m3fn or float8_e5m2.
     """
 
@@ -53,7 +51,7 @@ class MXFloat8(Kind["Quantized"]):
     """Eight bits with a scale for every 32 elements along the last axis, which is the normalised one.
 
     These are the microscaling formats of the Open Compute Project (version 1.0, 2023). A scale is the least power of
-    two with which none of its elements saturates, as cuDNN and `jax.nn.scaled_dot_general` choose it.
+    two with which none of its elements saturates.
 
     Args:
       dtype: float8_e4m3fn or float8_e5m2.
@@ -73,10 +71,9 @@ class Quantized(NamedTuple):
       scale: of `Float8` float32 `[]`. Of `MXFloat8` float8_e8m0fnu `[..., H / 32]`, as `jax.nn.scaled_matmul` takes it;
         NaN where one of the 32 is infinite or NaN.
       amax: of `Float8` the largest `|y|`, float32 `[]`; NaN if there is one. Of `MXFloat8` None.
-      carrier: zeros of `x`'s shape, in the dtype that `y` has without `quantize`. It carries gradients straight
-        through: its cotangent is taken for that of `y`. A program in which a product reads the others does not make
-        it; one that returns it does, so leave it out of results, `q._replace(carrier=None)`. The others have no
-        derivative: a cotangent of `values` is an error, those of `scale` and `amax` are zero.
+      carrier: zeros of `x`'s shape, in the dtype that `y` has without `quantize`. Its cotangent is taken for that of
+        `y`. A program that returns it makes it, so leave it out of results, `q._replace(carrier=None)`. The others have
+        no derivative: a cotangent of `values` is an error, those of `scale` and `amax` are zero.
     """
 
     values: jax.Array
@@ -98,17 +95,17 @@ class Quantized(NamedTuple):
         else:  # [], or with the axes of a loop's examples, which are in front
             scale = jnp.expand_dims(scale, range(scale.ndim, values.ndim))
         numbers = (values.astype(jnp.float32) * scale).astype(dtype)
-        return numbers if self.carrier is None else _carried(numbers, self.carrier)
+        return numbers if self.carrier is None else _follow(numbers, self.carrier)
 
 
 @jax.custom_jvp
-def _carried(numbers: jax.Array, carrier: jax.Array) -> jax.Array:
-    """The numbers, which move as the carrier does."""
+def _follow(numbers: jax.Array, carrier: jax.Array) -> jax.Array:
+    """Give numbers the tangent and the cotangent of the carrier."""
     del carrier
     return numbers
 
 
-_carried.defjvps(None, lambda tangent, numbers, *_: tangent.astype(numbers.dtype))
+_follow.defjvps(None, lambda tangent, numbers, *_: tangent.astype(numbers.dtype))
 
 
 class Scaled(NamedTuple):
@@ -166,8 +163,8 @@ def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
     return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape((1,) * ndim))
 
 
-def made(results: Arrays, quantize: Any) -> Quantized:
-    """The result as it was asked for."""
+def pack(results: Arrays, quantize: Any) -> Quantized:
+    """Make the result that was asked for."""
     scale = results.y_scale
     if isinstance(quantize, MXFloat8):
         scale = jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu)

@@ -7,14 +7,14 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._checks import array
-from jln._explain import listed
+from jln._explain import note_calls
 from jln._junction.arguments import Axis
 from jln._junction.arrays import Arrays
-from jln._operators.call import call
+from jln._operators.call import NormArguments, call
 from jln._operators.eight_bits import Kind, Result
 
 
-@listed("norm")
+@note_calls("norm")
 def layer_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -30,40 +30,29 @@ def layer_norm(
 ) -> Result:
     """Layer normalisation: `y = (x - mean) / sqrt(variance + epsilon) * scale + offset`.
 
-    Mean and (biased, two-pass) variance are taken over `axis`, for each element of the other axes by itself. Ba, Kiros,
-    Hinton, "Layer Normalization" (2016).
+    Mean and (biased, two-pass) variance are taken over `axis`. Ba, Kiros, Hinton, "Layer Normalization" (2016).
 
-    All arithmetic is in float32, for float64 `x` in float64; the result is rounded once. Every gradient has its
-    argument's dtype and shape. Gradients are bitwise the same from run to run. From the Triton kernels a row's `y` and
-    `dx` do not depend, bit for bit, on the other rows or on their number.
+    Arithmetic is in float32, for float64 `x` in float64; the result is rounded once. Every gradient has its argument's
+    dtype and shape, and is bitwise the same from run to run.
 
     Args:
-      x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
+      x: array of at least one axis: float16, bfloat16, float32 or float64.
       scale: the normalised axes' shape, in the order in which `axis` gives them (`[H]` for one axis); any supported
         dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x` `[B, T, H]` is a scale for
-        each example. Kernels take parameters that vary along `x`'s first axes, along the one in front of the last,
-        normalised one (heads), or both. None: no scale.
-      offset: as `scale`. Where the two vary along different axes, both are written out along all of these; where that
-        leaves fewer than 4 rows for each that is, plain jnp runs, except with `quantize` and by "triton".
-      axis: the axis or axes to normalise over. Kernels take the last ones, in any order; others that are adjacent are
-        XLA's, by the same rules, without a transpose.
+        each example. Kernels take those that vary along `x`'s first axes, along the one in front of the last (heads),
+        or both. None: no scale.
+      offset: as `scale`.
+      axis: the axis or axes to normalise over. Kernels take the last ones.
       epsilon: added to the variance; not negative, and no more than float32 holds, for float64 `x` float64.
       zero_centered_scale: multiply by `1 + scale`.
-      dtype: of the result, which is rounded to it once: float32 for a router, bfloat16 from a float32 stream. None:
-        that of `x`.
-      quantize: `jln.Float8(scale)` or `jln.MXFloat8()`: the result in eight bits, made of the float32 numbers in the
-        same kernel, for a product that reads it in eight bits. Gradients go straight through: the cotangent of what
-        its `dequantized()` gives, or of its `carrier`, is taken for the result's. An error where the axes are not
-        adjacent, or parameters vary along other axes than said of `scale`.
+      dtype: of the result. None: that of `x`.
+      quantize: `jln.Float8(...)` or `jln.MXFloat8()`: the result in eight bits, whose gradients go straight through.
+        The axes must be adjacent, and the parameters such as kernels take.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU, jax-triton is installed, and kernels take `axis` and the parameters; else XLA.
-        Where the axes are not adjacent, or parameters vary otherwise than said of `scale` and `offset`, that is plain
-        jnp, which JAX differentiates; so it is under a `jax.vmap` whose examples share some arrays of its size, lie
-        behind rows, have parameters of their own that are neither in front nor heads, or have few rows that share one
-        parameter and not another. "triton" runs or raises.
-      forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), the same kernels serving
-        reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode, and forward mode over it
-        (`jax.hessian`).
+        "triton" runs or raises.
+      forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`). Without it this is a
+        `jax.custom_vjp` function, which has reverse mode, and forward mode over it (`jax.hessian`).
 
     Returns:
       y: `x`'s shape, in `dtype`; with `quantize` a `jln.Quantized`.
@@ -71,25 +60,16 @@ def layer_norm(
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
       ValueError: shapes do not match, an axis is out of range or given twice, the normalised axes are empty, epsilon is
-        negative or too large, the implementation is unknown, or "triton" and no kernel takes the axes, the parameters,
-        or the examples of a `jax.vmap` behind rows: the message says what to write.
+        negative or too large, the implementation is unknown, or "triton" and no kernel takes the call: the message
+        says what to write.
       RuntimeError: the implementation is "triton", and the kernels cannot run; the message says what is missing.
     """
     arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
-    return call(
-        arrays,
-        subtract_mean=True,
-        axis=axis,
-        epsilon=epsilon,
-        zero_centered_scale=zero_centered_scale,
-        dtype=dtype,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
-    ).y
+    norm = NormArguments(True, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
-@listed("norm")
+@note_calls("norm")
 def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -104,28 +84,19 @@ def rms_norm(
 ) -> Result:
     """Root-mean-square normalisation: `y = x / sqrt(mean(x**2) + epsilon) * scale`.
 
-    The mean is taken over `axis`. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, the result,
-    guarantees and errors are those of `layer_norm`.
+    The mean is taken over `axis`. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, the result
+    and errors are those of `layer_norm`.
 
     Args:
       x, scale, axis, zero_centered_scale, dtype, quantize, implementation, forward_mode: as of `layer_norm`.
       epsilon: added to the mean square, as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), scale=scale)
-    return call(
-        arrays,
-        subtract_mean=False,
-        axis=axis,
-        epsilon=epsilon,
-        zero_centered_scale=zero_centered_scale,
-        dtype=dtype,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
-    ).y
+    norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
-@listed("norm")
+@note_calls("norm")
 def rms_norm_gated(
     x: jax.Array,
     z: jax.Array,
@@ -142,12 +113,9 @@ def rms_norm_gated(
 ) -> Result:
     """Return `rms_norm(x, scale) * silu(z)`, as in Qwen 3 Next, or `rms_norm(x * silu(z), scale)`, as in Mamba 2.
 
-    One kernel forward and two backward; `x` and `z` are saved for the backward pass. Nothing is rounded but the result.
-    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). The result, guarantees and errors are those of
-    `layer_norm`.
-
-    For several groups in a row, as Mamba 2 has them, give `x` and `z` an axis of groups in front of the normalised one,
-    `[..., G, D]`, and a scale that varies over it, `[1, ..., G, D]`.
+    Dtypes, the result and errors are those of `layer_norm`. For several groups in a row, as Mamba 2 has them, give `x`
+    and `z` an axis of groups in front of the normalised one, `[..., G, D]`, and a scale that varies over it,
+    `[1, ..., G, D]`.
 
     Args:
       z: `x`'s shape; any supported dtype.
@@ -156,20 +124,12 @@ def rms_norm_gated(
     """
     x, z = array("x", x), array("z", z)
     is_behind = _checks.flag("norm_before_gate", norm_before_gate)
-    return call(
-        Arrays(x=x, scale=scale, z=z) if is_behind else Arrays(x=x, scale=scale, x_z=z),
-        subtract_mean=False,
-        axis=axis,
-        epsilon=epsilon,
-        zero_centered_scale=zero_centered_scale,
-        dtype=dtype,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
-    ).y
+    arrays = Arrays(x=x, scale=scale, z=z) if is_behind else Arrays(x=x, scale=scale, x_z=z)
+    norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
-@listed("norm")
+@note_calls("norm")
 def layer_norm_add(
     x: jax.Array,
     residual: jax.Array,
@@ -184,35 +144,22 @@ def layer_norm_add(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Result:
-    """Return `residual + layer_norm(x, scale, offset)`: a norm of the branch alone, in front of the sum (Swin 2).
+    """Return `residual + layer_norm(x, scale, offset)`, the sum behind a norm of the branch alone (Swin 2).
 
     The norm and the sum are in float32 (float64 for a float64 `x`, and the sum for a float64 `residual`) and rounded
-    once. `x` is all of its size that is kept for the backward pass, and the gradient of `residual` is that of the
-    result. Guarantees and errors are those of `layer_norm`.
+    once. The result and errors are those of `layer_norm`.
 
     Args:
       residual: `x`'s shape; any supported dtype.
       dtype: of the result. None: the promoted dtype of `x` and `residual`.
       x, scale, offset, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
     """
     arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale, offset=offset)
-    return call(
-        arrays,
-        subtract_mean=True,
-        axis=axis,
-        epsilon=epsilon,
-        zero_centered_scale=zero_centered_scale,
-        dtype=dtype,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
-    ).y
+    norm = NormArguments(True, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
 
-@listed("norm")
+@note_calls("norm")
 def rms_norm_add(
     x: jax.Array,
     residual: jax.Array,
@@ -226,23 +173,14 @@ def rms_norm_add(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Result:
-    """Return `residual + rms_norm(x, scale)`: a norm of the branch alone, in front of the sum (OLMo 2).
+    """Return `residual + rms_norm(x, scale)`, the sum behind a norm of the branch alone (OLMo 2).
 
-    Dtypes, the result, what is kept, guarantees and errors are those of `layer_norm_add`.
+    Dtypes, the result and errors are those of `layer_norm_add`.
 
     Args:
       residual, dtype: as of `layer_norm_add`.
       x, scale, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale)
-    return call(
-        arrays,
-        subtract_mean=False,
-        axis=axis,
-        epsilon=epsilon,
-        zero_centered_scale=zero_centered_scale,
-        dtype=dtype,
-        quantize=quantize,
-        implementation=implementation,
-        forward_mode=forward_mode,
-    ).y
+    norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
+    return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y

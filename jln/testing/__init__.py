@@ -4,12 +4,10 @@
 
     assert_vjp(my_operator, (x, scale), reference=my_operator_in_plain_jnp)
 
-Gradients under a random cotangent (a rule that ignores its cotangent is right under one of ones) are compared element
-by element with a reference's autodiff, or without one with central differences of the function itself, extrapolated
-from ever smaller steps: Richardson, "The approximate arithmetical solution by finite differences" (1911); Ridders,
-"Accurate computation of F'(x) and F'(x)F''(x)" (1982). All of it happens in float64 unless another dtype is asked for:
-differences of a float32 function have three digits, and miss real bugs.
-
+Gradients under a random cotangent are compared element by element with a reference's autodiff, or without one with
+central differences of the function itself, extrapolated from ever smaller steps: Richardson, "The approximate
+arithmetical solution by finite differences" (1911); Ridders, "Accurate computation of F'(x) and F'(x)F''(x)" (1982).
+All is in float64 unless another dtype is asked for: differences of a float32 function have three digits, and miss bugs.
 `TOLERANCES` has the `Tolerance` for each dtype that is taken where none is given.
 """
 
@@ -50,12 +48,9 @@ def check_vjp(
 ) -> Report:
     """Compare the reverse-mode gradients of `f` with a reference's, or with central differences of `f` itself.
 
-    An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does.
-
-    Gradients smaller than the absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance.
-    A sum whose terms cancel is known to few digits in the dtype of its terms, and may fail there though no program
-    could do better. The 16-bit tolerances are for single operations and chains of them: a norm computed in 16 bits,
-    whose sums cancel, fails them, and is to be checked in float64.
+    An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does. Gradients smaller
+    than the absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance. A sum whose terms
+    cancel, such as a norm's, has few digits in 16 bits, and is to be checked in float64.
 
     A row is "unsure", and not `ok`, where the differences themselves lack the digits, as those of a function that
     computes in float32 inside: give a reference. At a kink (relu at exactly 0) central differences are the mean of both
@@ -65,9 +60,8 @@ def check_vjp(
       f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
       args: its arguments; integers, booleans and random keys among them are held fixed.
       reference: the same function, for JAX to differentiate; its results are compared too. None: differences decide.
-      dtype: the dtype to which floating arguments are cast before `f` sees them. None: as given; the values that they
-        are compared with are still computed in float64, so that `f` is held to the truth and not to another's
-        roundings.
+      dtype: the dtype to which floating arguments are cast before `f` sees them. None: as given. What the results are
+        compared with is computed in float64.
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
       elements: how many of an argument's elements to take differences of, chosen at random, but first those whose
         gradient is not finite. None: all.
@@ -96,18 +90,11 @@ def check_hvp(
 ) -> Report:
     """Compare Hessian-vector products of `sum(cotangent * f(*args))`, reverse over reverse, with random vectors.
 
-    The differences are those of the gradient of `f` along the vector, so they tell whether the rule is differentiated
-    rightly. `check_vjp` tells whether the rule is right.
+    The differences are those of the gradient of `f` along the vector: they tell whether the rule is differentiated
+    rightly, and `check_vjp` whether it is right. The report and errors are those of `check_vjp`.
 
     Args:
       f, args, reference, dtype, tolerance, elements, seed: as of `check_vjp`.
-
-    Returns:
-      A `Report`, as `check_vjp`.
-
-    Raises:
-      TypeError: as `check_vjp`.
-      ValueError: as `check_vjp`.
     """
     return check(2, f, args, reference, dtype, tolerance, elements, seed)
 
@@ -123,23 +110,14 @@ def check_fuse(
 ) -> Report:
     """Compare the results and the gradients of `jln.fuse(f)` with those of `f`, element by element.
 
-    Both get the same arguments and the same random cotangent. An element passes if its error is a small part of its
-    array's largest element: 1e-10 where all of `f` is in float64, 1e-4 where some of it is in float32 whatever its
-    arguments are, and as `TOLERANCES` has it where some is in 16 bits, as `f` rounds there what the operators do not.
+    An element passes if its error is a small part of its array's largest element: 1e-10 where all of `f` is in float64,
+    1e-4 where some of it is in float32 whatever its arguments are, and as `TOLERANCES` has it where some is in 16 bits,
+    as `f` rounds there what the operators do not. The report and errors are those of `check_vjp`.
 
     Args:
       f: as of `check_vjp`; what it takes beside arrays is for `functools.partial`.
-      args: its arguments, as of `check_vjp`.
+      args, dtype, seed: as of `check_vjp`.
       linears, implementation: as of `jln.fuse`.
-      dtype: the dtype to which floating arguments are cast. None: as given.
-      seed: of the cotangent.
-
-    Returns:
-      A `Report`, as `check_vjp`.
-
-    Raises:
-      TypeError: as `check_vjp`.
-      ValueError: the dtype or the implementation is unknown.
     """
     return compare(fuse(f, linears=linears, implementation=implementation), f, args, dtype=dtype, seed=seed)
 
@@ -164,32 +142,26 @@ def assert_operators(f: Callable[..., Any], args: Sequence[Any], expected: Mappi
 
 
 def assert_vjp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> None:
-    """Check gradients by `check_vjp`, and raise unless the report is `ok`.
+    """Raise AssertionError with the table of the report of `check_vjp`, unless that is `ok`.
 
     Args:
       f, args: as of `check_vjp`.
       **options: the other arguments of `check_vjp`.
-
-    Raises:
-      AssertionError: a row is not `ok`; the message is the report's table.
     """
-    _assert(check_vjp(f, args, **options))
+    _raise_unless_ok(check_vjp(f, args, **options))
 
 
 def assert_hvp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> None:
-    """Check Hessian-vector products by `check_hvp`, and raise unless the report is `ok`.
+    """Raise AssertionError with the table of the report of `check_hvp`, unless that is `ok`.
 
     Args:
       f, args: as of `check_hvp`.
       **options: the other arguments of `check_hvp`.
-
-    Raises:
-      AssertionError: a row is not `ok`; the message is the report's table.
     """
-    _assert(check_hvp(f, args, **options))
+    _raise_unless_ok(check_hvp(f, args, **options))
 
 
-def _assert(report: Report) -> None:
+def _raise_unless_ok(report: Report) -> None:
     if not report.ok:
         what = "wrong" if any(row.verdict == "WRONG" for row in report.rows) else "unsure"
         raise AssertionError(f"{what} gradients\n{report}")

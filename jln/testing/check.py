@@ -19,7 +19,7 @@ from jln.testing.report import TOLERANCES, Report, Row, Tolerance
 # Of the numbers that are drawn here: arguments often come from the stream of the seed itself, and would be equal.
 _STREAM = int.from_bytes(b"jln")
 # The error that a fused function may have, as a part of an array's largest element, by the coarsest dtype that it has
-# inside: roundings of float64, gathered by a model of some layers, and what `TOLERANCES` allows otherwise.
+# inside. That of float64 is for a model of some layers.
 _ALLOWED = {name: t.relative for name, t in TOLERANCES.items()} | {"float64": 1e-10}
 
 

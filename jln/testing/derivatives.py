@@ -1,8 +1,7 @@
 """Derivatives of any traceable function: by its rules, in reverse mode, and by central differences.
 
 Functions here take a list of floating arrays, and return a list of floating results. `Problem` makes such a function of
-any other. A program is compiled for one check and not kept: one of an earlier check would not know that a rule, or what
-the function reads, has changed since.
+any other. A program is compiled anew for each check: a rule, or what the function reads, may have changed since.
 """
 
 from __future__ import annotations
@@ -152,42 +151,41 @@ def differences(
         a = floats[which]
         size = max(abs(a.flat[i]), np.median(np.abs(a)))  # or an element near 0 would have no step
 
-        def moved(step: float) -> tuple[float, list[Any]]:
+        def move(step: float) -> tuple[float, list[Any]]:
             point = a.copy()
             point.flat[i] += step
             return point.flat[i], program([*held[:which], point, *held[which + 1 :]])
 
-        return _slope(moved, a.flat[i], size if 0 < size < np.inf else 1.0, cotangent)
+        return _slope(move, a.flat[i], size if 0 < size < np.inf else 1.0, cotangent)
 
     with jax.debug_nans(False), jax.debug_infs(False):  # a step may leave the domain of a function
         slopes = [[slope(which, i) for i in chosen] for which, chosen in enumerate(indices)]
     return [np.reshape(many, (-1, 2)).T for many in slopes]
 
 
-def _slope(moved: Callable, x: float, size: float, cotangent: Sequence[np.ndarray]) -> tuple[float, float]:
+def _slope(move: Callable, x: float, size: float, cotangent: Sequence[np.ndarray]) -> tuple[float, float]:
     """The derivative by one element, extrapolated from ever smaller steps, and how far off it may be.
 
     The best extrapolation is Ridders' choice: the one least different from those that it is made of.
 
-    moved: returns the element `x` moved by a step, and the results there.
+    move: returns the element `x` moved by a step, and the results there.
     """
     best, least, previous = np.nan, np.inf, []
     quotient, rounding, least_seen = np.nan, np.inf, np.inf
     changed = [np.zeros(c.shape, bool) for c in cotangent]
     with np.errstate(all="ignore"):  # a step out of a function's domain gives NaN, which is never chosen
         for step in size * FIRST_STEP / RATIO ** np.arange(STEPS):
-            (up, highs), (down, lows) = moved(step), moved(-step)
+            (up, highs), (down, lows) = move(step), move(-step)
             change = rounding = 0.0
             for seen, c, high, low in zip(changed, cotangent, highs, lows, strict=True):
                 eps = float(jnp.finfo(high.dtype).eps)
                 high, low = np.asarray(high, "float64"), np.asarray(low, "float64")
-                # Large results that do not change take no digits, and are not counted as rounded. A step may be too
-                # small for a result to show it, which a larger one did.
+                # Results that no step so far has changed are not counted as rounded.
                 seen |= high != low
                 change += np.sum(c * (high - low))
                 rounding += eps * np.sum(np.abs(c) * np.maximum(np.abs(high), np.abs(low)), where=seen)
             quotient = change / (up - down)
-            # The function may round the element first, as sin(3 * x) does, which a small result does not show.
+            # The function may round the element first, as sin(3 * x) does.
             rounding = (rounding + abs(quotient * x) * np.finfo("float64").eps) / (up - down)
             row = [quotient]
             for j, former in enumerate(previous, 1):
@@ -197,8 +195,8 @@ def _slope(moved: Callable, x: float, size: float, cotangent: Sequence[np.ndarra
                     best, least = row[j], error
             previous = row
             least_seen = min(least_seen, abs(quotient) or np.inf)
-    # Nothing is known where the finest quotient is far from the best: larger steps agreed by chance, as they do many
-    # periods apart, or the function rounds to another dtype inside, which does not show the finest.
+    # Nothing is known where the finest quotient is far from the best: larger steps agreed by chance, or the function
+    # rounds to another dtype inside.
     if not abs(quotient - best) <= abs(quotient) / 2 + SURE * rounding:
         least = np.inf
     # Such a function may have a slope of 0 at all finer steps, which is known no better than what larger ones saw.

@@ -1,9 +1,9 @@
 """The check of this machine, `python -m jln check`: every operator's values and gradients beside float64.
 
 An error may be twice that of plain jnp in the same dtype, plus one rounding of the result, plus what some roundings of
-every operand, to the dtype of the arithmetic, would change. The last is for results that are badly conditioned: where
-rstd is 1000, no program can be better than its inputs are known. The rule holds for the largest error, which finds an
-element that is off, and for the root mean square, which finds a result that is off a little everywhere.
+every operand would change, as of badly conditioned results no program can be better than its inputs are known. The rule
+holds for the largest error, which finds an element that is off, and for the root mean square, which finds a result that
+is off a little everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jln._junction.arrays import OPERANDS, TABLE, Shape
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")
 # Several rows a tile and a ragged last one; a row in chunks. Of Linears: few features, which are fused, and several
-# that are not. On a GPU also the rows that everybody has, of which the interpreter makes many seconds.
+# that are not. On a GPU also common rows, which take the interpreter many seconds.
 SIZES = (((37, 100), (64,)), ((2, 20000), (300, 40)))
 ON_A_GPU = (((64, 1024), (64,)),)
 # The roundings of every operand that an error may be worth. One is enough for random data; those of a sum of terms near
@@ -61,19 +61,19 @@ class Form:
         """Draw arrays of NumPy, or tuples of them of several Linears: near 1 what multiplies, of spread 1 the rest."""
         random = np.random.default_rng(seed)
 
-        def drawn(name: str) -> Any:
+        def draw_one(name: str) -> Any:
             sizes = {
                 Shape.ROW: [shape],
                 Shape.COLUMN: [shape[-1:]],
                 Shape.KERNEL: [(shape[-1], n) for n in features],
                 Shape.BIAS: [(n,) for n in features],
             }[TABLE[name].shape]
-            of_one = "scale" in name or name == "gate"
+            mean = 1.0 if "scale" in name or name == "gate" else 0.0
             spread = 1 / math.sqrt(shape[-1]) if name == "kernel" else 1.0
-            made = tuple((spread * random.standard_normal(s) + of_one).astype(jnp.dtype(dtype)) for s in sizes)
+            made = tuple((spread * random.standard_normal(s) + mean).astype(jnp.dtype(dtype)) for s in sizes)
             return made[0] if len(made) == 1 else made
 
-        return [drawn(name) for name in self.arrays]
+        return [draw_one(name) for name in self.arrays]
 
 
 def _forms() -> dict[str, Form]:
@@ -138,8 +138,8 @@ class Judge:
     ):
         """Compute what sets the limits.
 
-        plain: plain jnp's results. operands: of the step `truth`, in their dtypes, which are made float64 here.
-        dtype: of x. sums: of results that may be added up in any order how many terms they have.
+        plain: plain jnp's results. operands: of the step `truth`, in their dtypes. dtype: of x. sums: of results that
+        may be added up in any order how many terms they have.
         """
         eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
         random = np.random.default_rng(1)

@@ -29,8 +29,8 @@ class Tolerance:
 
 
 # By the coarsest dtype among a function's arguments and results. The relative tolerance of the 16-bit types is some ten
-# roundings, which is what a chain of elementwise operations gathers; that of the others leaves room for long sums.
-# bfloat16 has three bits fewer than float16, so both of its numbers are 2^3 times float16's.
+# roundings, as of a chain of elementwise operations; that of the others leaves room for long sums. bfloat16 has three
+# bits fewer than float16, so both of its numbers are 2^3 times float16's.
 TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
     {
         "float16": Tolerance(relative=1e-2, absolute=1e-4),
@@ -49,12 +49,9 @@ class Row:
       name: the argument or result.
       against: "reference", "differences", or of `check_fuse` "untouched".
       index: of the worst element.
-      got: the value under test.
-      expected: the value that it is compared with.
-      error: the distance between the two.
-      tolerance: the largest error allowed.
-      compared: how many elements were compared.
-      size: how many elements there are.
+      got, expected: the value under test, and the one that it is compared with.
+      error, tolerance: the distance between the two, and the largest that is allowed.
+      compared, size: how many elements were compared, and how many there are.
       ok: whether all of them are within their tolerance.
       unsure: whether it is not `ok` for want of digits in the differences, and may yet be right.
     """
@@ -82,11 +79,7 @@ class Row:
         indices: np.ndarray | None = None,
         uncertainty: Any = 0.0,
     ) -> Row:
-        """The row of the worst element.
-
-        indices: those of the flattened elements that `expected` has; None: all. uncertainty: how far `expected` may be
-          off.
-        """
+        """Find the worst of the flattened elements at `indices`, of which `expected` may be off by `uncertainty`."""
         shape, size = np.shape(got), np.size(got)
         indices = np.arange(size) if indices is None else indices
         a = np.asarray(got, "float64").reshape(-1)[indices]
@@ -132,7 +125,7 @@ class Report:
         return all(row.ok for row in self.rows)
 
     def row(self, name: str) -> Row:
-        """The row of an argument or result by name. Raises KeyError where there is none.
+        """The row of an argument or result. Raises KeyError where there is none.
 
         Args:
           name: of the row.
@@ -149,11 +142,11 @@ class Report:
             shown = numbers if r.compared else ("-",) * len(numbers)
             lines.append((r.name, r.against, compared, str(list(r.index)), *shown, r.verdict))
         note = [UNSURE] if any(r.unsure for r in self.rows) else []
-        return "\n".join([self.title, *aligned(lines, left=(0, 1, 3, 8)), *note])
+        return "\n".join([self.title, *align(lines, left=(0, 1, 3, 8)), *note])
 
 
-def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Rows of cells as lines of text, columns two blanks apart; those in `left` are aligned left, the others right."""
+def align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Write rows of cells as lines, columns two blanks apart; those in `left` are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(

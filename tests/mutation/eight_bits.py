@@ -225,7 +225,7 @@ EIGHT_BITS = [
     Mutant(
         "a carrier added to the numbers",
         OF_USERS,
-        "else _carried(numbers, self.carrier)",
+        "else _follow(numbers, self.carrier)",
         "else numbers + self.carrier.astype(dtype)",
         (f"{STRAIGHT}test_dequantized_numbers_are_what_the_bits_stand_for",),
     ),

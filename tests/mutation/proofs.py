@@ -122,7 +122,7 @@ PROOFS = [
     Mutant(
         "loops and checkpoints not told",
         EXPLAIN,
-        "route._replace(why=route.why + _within(equation))",
+        "route._replace(why=route.why + _remark(equation))",
         "route",
         ("tests/modules/test_explain.py::test_where_a_layer_is_and_what_is_around_it",),
     ),

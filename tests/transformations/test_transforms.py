@@ -12,7 +12,7 @@ import jln
 import workbench
 from catalogue import OPERATORS as CATALOGUE
 from jln._junction.arrays import Arrays
-from jln._operators.call import call
+from jln._operators.call import NormArguments, call
 from jln._triton import target
 from matrix import loss_by_name
 from workbench import OPERATORS
@@ -267,7 +267,7 @@ def test_a_sum_that_nobody_asked_for(place):
     x, scale = workbench.normal(0, (3, 4, 8), "float64"), workbench.normal(1, (8,), "float64")
 
     def by_modules(x):
-        results = call(Arrays(x, jnp.cos(x), scale=scale), subtract_mean=False, epsilon=1e-6)
+        results = call(Arrays(x, jnp.cos(x), scale=scale), NormArguments(False, -1, 1e-6))
         return results.y, results.total
 
     def f(x):
