@@ -44,7 +44,8 @@ def tangent(
         return linears.forward(behind, of_one, Arrays(y=dtypes.y), batch_dims).y
 
     summands = saved.only(of_sum)
-    summands = summands._replace(x=jnp.zeros_like(saved.total) if saved.x is None else saved.x)
+    if saved.x is None and tangents.x is None:
+        summands = summands._replace(x=jnp.zeros_like(saved.total))
     dtotal = _moved(total, summands, tangents.only(of_sum))
     behind: dict[str, Any] = dict.fromkeys((*of_sum, "total"))
     wide = saved.total if dtotal is None else saved.total.astype(dtotal.dtype)
