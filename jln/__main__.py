@@ -25,9 +25,13 @@ def main() -> int:
 
     from jln import doctor
 
-    local, _ = doctor.devices()
-    if given.command == "doctor" or not local:
-        return doctor.run()
+    try:
+        local = doctor.devices()
+    except (RuntimeError, AssertionError) as error:
+        print(f"jln: no device: {str(error).partition(chr(10))[0]}")
+        return 2
+    if given.command == "doctor":
+        return doctor.run(local)
     if importlib.util.find_spec("triton") and local[0].platform == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
     from jln.testing import operators

@@ -86,8 +86,7 @@ class Chip:
     @property
     def shared(self) -> int:
         """The bytes of shared memory that one program may have; of what is not known the least."""
-        least = min(limit for of, limit in SHARED_LIMIT.items() if isinstance(of, str) == self.is_amd)
-        return SHARED_LIMIT.get(self.architecture, least)
+        return SHARED_LIMIT.get(self.architecture, 65536 if self.is_amd else 101376)
 
     def __str__(self) -> str:
         return str(self.architecture) if self.is_amd else f"sm_{self.architecture}"

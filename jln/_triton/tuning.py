@@ -6,7 +6,7 @@
 
 An entry is of norms of one array, whose rows have these lengths and elements of `itemsize` bytes. A tile has `Tile`'s
 numbers: of `forward_kernel`, or of `backward_kernel` and, where rows are wider, of `row_sums_kernel`. JLN_TUNING names
-the file; unset, it is the package's own of the chip; set to nothing, there is none. What is wrong is said and left out.
+the file; unset, it is the package's own of the chip; set to nothing, there is none. A file with a fault is left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import os
 import pathlib
 import re
 import warnings
+from collections.abc import Iterator
 
 from jln._triton.chip import CHIPS, Chip
-from jln._triton.tile import Tile
+from jln._triton.tile import Tile, next_power_of_2
 
 VARIABLE = "JLN_TUNING"
 PACKAGED = pathlib.Path(__file__).parent / "tuned"
-POWERS = [2**n for n in range(17)]
-NUMBERS = dict(rows=POWERS, columns=POWERS, warps=POWERS[:6], stages=range(1, 9), programs_per_core=range(1, 17))
 
 
 def chip_name(chip: Chip) -> str:
@@ -41,50 +40,47 @@ def file(chip: Chip) -> pathlib.Path | None:
 
 
 def entries(chip: Chip) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
-    """The sound entries of the file for a chip, as it is now, by choice, row length and bytes of an element."""
+    """The entries of the file for a chip, as it is now, by choice, row length and bytes of an element."""
     path = file(chip)
     try:
-        if path is not None and path.exists() and not path.is_file():
-            raise ValueError("it is no regular file")
-        return {} if path is None else _parsed(path, path.read_bytes(), chip_name(chip))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        _warn(path, f"{type(error).__name__}: {error}")
+        return {} if path is None else _parsed(path.read_text(), chip_name(chip))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _warn(f"jln leaves out its tuning file {path}: {type(error).__name__}: {error}")
         return {}
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed(path: pathlib.Path, content: bytes, chip: str) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
-    found, faults, document = {}, [], json.loads(content)
+def _parsed(content: str, chip: str) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
+    document = json.loads(content)
     if document["chip"] != chip:
         raise ValueError(f"it is of the chip {document['chip']!r}, and this one is {chip!r}")
+    found = {}
     for number, entry in enumerate(document["entries"]):
-        try:
-            tiles = tuple(Tile(*numbers) for numbers in entry["tiles"])
-            found |= {_key(entry["choice"], h, entry["itemsize"], tiles): tiles for h in entry["h"]}
-        except (ValueError, KeyError, TypeError) as error:
-            faults.append(f"entry {number}: {type(error).__name__}: {error}")
-    if faults:
-        _warn(path, "; ".join([*faults[:3], *([f"and {len(faults) - 3} more"] if len(faults) > 3 else [])]))
+        tiles = tuple(Tile(*numbers) for numbers in entry["tiles"])
+        for h in entry["h"]:
+            if (fault := next(_faults(entry["choice"], h, tiles), None)) is not None:
+                raise ValueError(f"entry {number}: {fault}")
+            found[entry["choice"], h, entry["itemsize"]] = tiles
     return found
 
 
-@functools.lru_cache(maxsize=8)  # so that it is said once
-def _warn(path: pathlib.Path | None, what: str) -> None:
-    warnings.warn(f"jln leaves out of its tuning file {path}: {what}", stacklevel=2)
-
-
-def _key(choice: str, h: int, itemsize: int, tiles: tuple[Tile, ...]) -> tuple[str, int, int]:
-    """Return what tiles are for. Raises ValueError where the kernels cannot run them, or only by accident."""
-    if type(h) is not int or h < 1 or itemsize not in (2, 4, 8):
-        raise ValueError(f"there are no rows of {h!r} elements of {itemsize!r} bytes")
-    if (choice, len(tiles)) not in (("forward", 1), ("backward", 1), ("backward", 2)):
-        raise ValueError(f"{choice!r} has {len(tiles)} tiles")
+def _faults(choice: str, h: int, tiles: tuple[Tile, ...]) -> Iterator[str]:
+    """Say why the kernels cannot run these tiles, or would give other results."""
+    if not tiles or len(tiles) > {"forward": 1, "backward": 2}.get(choice, 0):
+        yield f"{choice!r} has {len(tiles)} tiles"
     for tile in tiles:
-        for name, number in vars(tile).items():
-            if type(number) is not int or number not in NUMBERS[name]:
-                raise ValueError(f"{name} cannot be {number!r}")
+        if any(type(n) is not int for n in vars(tile).values()):
+            yield f"{tile} has numbers that are no integers"
+        if any(n != next_power_of_2(n) for n in (tile.rows, tile.columns, tile.warps)):
+            yield f"{tile} has rows, columns or warps that are no power of 2"
+        if tile.warps > 32 or min(tile.stages, tile.programs_per_core) < 1:
+            yield f"{tile} has no such warps, stages or programs"
         if tile.rows * tile.columns > 128 * 32 * tile.warps:  # a thread has 255 registers
-            raise ValueError(f"a thread of {tile} would hold more than 128 elements")
+            yield f"a thread of {tile} would hold more than 128 elements"
     if choice == "backward" and len(tiles) == 1 and h > tiles[0].columns:
-        raise ValueError(f"{tiles[0].columns} columns of {h} have no row sums without a tile for them")
-    return choice, h, itemsize
+        yield f"{tiles[0].columns} columns of {h} have no row sums without a tile for them"
+
+
+@functools.lru_cache(maxsize=8)  # so that it is said once
+def _warn(what: str) -> None:
+    warnings.warn(what, stacklevel=2)

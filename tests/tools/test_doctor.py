@@ -20,7 +20,7 @@ def quick(monkeypatch):
 
 
 def run(capsys):
-    status = doctor.run()
+    status = doctor.run(doctor.devices())
     return status, capsys.readouterr().out
 
 
@@ -53,9 +53,6 @@ def test_doctor_says_where_tiles_are_from(quick, capsys, monkeypatch, tmp_path):
     path.write_text(json.dumps({"chip": "h200", "entries": [entry]}))
     status, out = run(capsys)
     assert status == 0 and f"Tiles of the kernels: 2 as measured, of {path}; others {rules}.\n" in out
-    path.write_text("{")
-    status, out = run(capsys)
-    assert status == 1 and f"BROKEN: jln leaves out of its tuning file {path}: JSONDecodeError: " in out
     monkeypatch.setenv(CHIP_VARIABLE, "h2000")
     assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys)[1]
 
@@ -63,9 +60,9 @@ def test_doctor_says_where_tiles_are_from(quick, capsys, monkeypatch, tmp_path):
 def test_doctor_says_where_compiled_kernels_are(quick, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     cache.store("key", {})
-    assert f"Compiled kernels: 1 of at most {cache.LIMIT} in {tmp_path}." in run(capsys)[1]
+    assert f"Compiled kernels: 1 in {tmp_path}." in run(capsys)[1]
     monkeypatch.setenv(cache.VARIABLE, "")
-    assert "Compiled kernels are not kept, as JLN_CACHE_DIR says." in run(capsys)[1]
+    assert "Compiled kernels are not kept." in run(capsys)[1]
 
 
 @pytest.mark.filterwarnings("ignore:jln runs")
@@ -90,7 +87,7 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
 
 def test_doctor_says_that_an_amd_gpu_runs_xla_unless_asked(quick, capsys, monkeypatch):
     monkeypatch.setenv(CHIP_VARIABLE, "mi300x")
-    asked = 'On mi300x None stays XLA until a card has measured the kernels; implementation="triton" asks for them'
+    asked = 'None stays XLA until a card has measured the kernels; implementation="triton" asks for them'
     assert asked in run(capsys)[1]
     monkeypatch.undo()
     monkeypatch.setenv(CHIP_VARIABLE, "mi300x")
@@ -125,7 +122,7 @@ def test_doctor_finds_a_gpu_that_is_not_used(quick, capsys, monkeypatch, tmp_pat
     monkeypatch.setattr(doctor, "DEVICE_FILES", tmp_path)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     status, out = run(capsys)
-    assert status == 1 and "JAX_PLATFORMS=cpu hides it" in out
+    assert status == 1 and "JAX_PLATFORMS=cpu may hide it" in out
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "JAX does not see it: pip install" in run(capsys)[1]
-    assert doctor._idle_gpu([Gpu()])[0].startswith("the GPU runs jln without its Triton kernels: ")
+    assert next(doctor._idle_gpu([Gpu()])).startswith("the GPU runs jln without its Triton kernels: ")
