@@ -153,9 +153,11 @@ def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
     result = []
     for a in given:
         try:
-            index = operator.index(None if isinstance(a, bool | jax.Array) else a)
+            index = operator.index(a)
         except TypeError:
-            raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}") from None
+            index = None
+        if index is None or isinstance(a, bool | jax.Array):
+            raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}")
         if not -x.ndim <= index < x.ndim:
             raise ValueError(f"axis {index} is out of range for x of shape {x.shape}")
         result.append(index % x.ndim)

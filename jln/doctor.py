@@ -21,20 +21,8 @@ from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 from jln.testing.operators import FORMS, step
 from jln.testing.report import aligned
 
-# The extra of a clone of jln by which each distribution comes, "" for one that jln needs.
-PACKAGES = {
-    "jax": "",
-    "jaxlib": "",
-    "numpy": "",
-    "jax-cuda13-plugin": "cuda13",
-    "jax-cuda12-plugin": "cuda12",
-    "jax-rocm7-plugin": "rocm7",
-    "jax-triton": "cuda13",
-    "triton": "cuda13",
-    "flax": "flax",
-    "dm-haiku": "haiku",
-    "equinox": "equinox",
-}
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "jax-triton", "triton")
+PACKAGES += ("numpy", "flax", "dm-haiku", "equinox")
 DEVICE_FILES = pathlib.Path("/dev")
 # Of a Linear both strategies: the kernels fused, and the norm's around XLA's products.
 FEATURES = {"": 1024, "few features": 64}
@@ -48,14 +36,15 @@ def run(local: list[Any]) -> int:
         print(f"BROKEN: {CHIP_VARIABLE}: {error}")
         return 1
     versions = installed()
-    packages = [(name, v or "-", "" if v else f'pip install -e ".[{PACKAGES[name]}]"') for name, v in versions.items()]
-    print_table([("package", "installed", "if you want it, in a clone of jln"), *packages])
+    print_table([("package", "installed"), *((name, version or "-") for name, version in versions.items())])
     print_table([("device", "kind"), *((str(device), device.device_kind) for device in local)])
     for device in {(d.platform, d.device_kind): d for d in local}.values():
         print_table([("operator", "runs", "kernels forward", "backward"), *choices(device)])
         if (why := implementations(device)["triton"]) is not None:
             print(f"triton cannot run on {device.device_kind}: {why}.")
-    print(_tiles(chip), _compiled_kernels(), *_facts(chip), sep="\n")
+    folder = cache.folder()
+    kept = "not kept" if folder is None else f"{len(cache.entries())} in {folder}"
+    print(f"Compiled kernels: {kept}.", *_facts(chip), sep="\n")
     faults = [f"BROKEN: {fault}" for fault in (*_bad_pairs(versions), *_idle_gpu(local))]
     print(*faults, "something is broken" if faults else "nothing is broken", sep="\n")
     return int(bool(faults))
@@ -121,30 +110,15 @@ def _kernels(function: Callable[..., Any], arguments: Any, device: Any) -> list[
     return [launched.kernel.fn.__name__ for launched in launches]
 
 
-def _tiles(chip: Chip | None) -> str:
-    """Say where the kernels' tiles are from."""
-    measured = ""
-    if chip is not None and (path := tuning.file(chip)) is not None:
-        measured = f"{len(tuning.entries(chip))} as measured, of {path}; others "
-    return f"Tiles of the kernels: {measured}by rules of row length, layout, dtype and chip."
-
-
-def _compiled_kernels() -> str:
-    """Say where compiled kernels are kept."""
-    folder = cache.folder()
-    return (
-        "Compiled kernels are not kept." if folder is None else f"Compiled kernels: {len(cache.entries())} in {folder}."
-    )
-
-
 def _facts(chip: Chip | None) -> Iterator[str]:
-    """Say of a chip what it is, the assembler, why no Linear is fused, and why kernels must be asked for."""
+    """Say what the kernels are compiled for and by, which tiles were measured, and what is left to XLA."""
     if chip is None:
         return
     yield f"Kernels are for {chip.name}, {chip}, of {chip.cores} cores."
+    if (file := tuning.file(chip)) is not None:
+        yield f"{len(tuning.entries(chip))} of their tiles are as measured, of {file}."
     if not chip.is_amd and (assembler := ptxas.found()) is not None:
-        version = ".".join(map(str, assembler.version))
-        yield f"Their assembler: {ptxas.missing(chip) or f'{assembler.path}, of CUDA {version}'}."
+        yield f"Their assembler: {ptxas.missing(chip) or assembler}."
     if (why := unfenced(chip)) is not None:
         yield f"{why}."
     if chip.platform not in target.UNASKED:

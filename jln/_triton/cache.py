@@ -1,6 +1,8 @@
 """Compiled kernels in files, so that only the first process that needs one compiles it.
 
-JLN_CACHE_DIR names the folder, and set to nothing turns this off; without it the folder is `jln` in the user's cache.
+JLN_CACHE_DIR names the folder, by its whole path, and set to nothing turns this off; without it the folder is `jln` in
+the user's cache.
+
 An entry's name is its key, a hash of all that its content depends on, and zlib's checksum says whether it is whole. So
 an entry is never wrong, only old: past `LIMIT` of them the ones that nobody has asked for the longest are removed.
 Whatever goes wrong with a file, the kernel is compiled.
@@ -29,13 +31,11 @@ _SUFFIX = ".jln"
 def folder() -> pathlib.Path | None:
     """The folder of the entries, there or not yet; None where entries are not kept."""
     named = os.environ.get(VARIABLE)
-    if named == "" or os.name != "posix":  # elsewhere files do not tell who may have written them
+    if named == "":
         return None
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     path = pathlib.Path(os.path.expanduser(named or f"{base}/jln"))
-    if str(path).startswith("~") or not (named or path.is_absolute()):
-        return None  # there is no home, or XDG's rule: a relative one is ignored
-    return path
+    return path if path.is_absolute() else None  # without a home it is not, and XDG's rule leaves out relative ones
 
 
 def entries() -> list[pathlib.Path]:

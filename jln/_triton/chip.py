@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 from typing import Any
 
@@ -137,15 +136,6 @@ def named_chip(name: str) -> Chip:
         raise ValueError(f"unknown chip {name!r}; known are {', '.join(sorted(CHIPS))}") from None
 
 
-def default_chip() -> Chip | None:
-    """The chip that the environment variable JLN_CHIP names, else the first local GPU, else None."""
-    name = os.environ.get(CHIP_VARIABLE)
-    return named_chip(name) if name else local_chip()
-
-
-PLATFORMS = ("cuda", "rocm")
-
-
 def platform_of(device: Any) -> str:
     """JAX's name of a device's platform for lowering: of a GPU "cuda" or "rocm", where the device says "gpu"."""
     if device.platform != "gpu":
@@ -156,7 +146,7 @@ def platform_of(device: Any) -> str:
 def local_chip() -> Chip | None:
     import jax
 
-    for platform in PLATFORMS:
+    for platform in ("cuda", "rocm"):
         try:
             device = jax.local_devices(backend=platform)[0]
         except RuntimeError:  # no such backend in this process

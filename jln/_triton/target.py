@@ -128,9 +128,11 @@ def interpreting() -> bool:
 
 
 def target_chip() -> Chip | None:
-    """The chip that programs are lowered for: that of the target in use, else the default."""
-    used = _used.get()
-    return chips.default_chip() if used is None else used.chip
+    """The chip that programs are lowered for: that of the target in use, that of JLN_CHIP, or the first local GPU."""
+    if (used := _used.get()) is not None:
+        return used.chip
+    name = os.environ.get(chips.CHIP_VARIABLE)
+    return chips.named_chip(name) if name else chips.local_chip()
 
 
 def missing(platform: str | None) -> str | None:

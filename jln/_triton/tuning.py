@@ -17,7 +17,6 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator
 
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.tile import Tile, next_power_of_2
@@ -44,7 +43,7 @@ def entries(chip: Chip) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
     path = file(chip)
     try:
         return {} if path is None else _parsed(path.read_text(), chip_name(chip))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _warn(f"jln leaves out its tuning file {path}: {type(error).__name__}: {error}")
         return {}
 
@@ -58,27 +57,25 @@ def _parsed(content: str, chip: str) -> dict[tuple[str, int, int], tuple[Tile, .
     for number, entry in enumerate(document["entries"]):
         tiles = tuple(Tile(*numbers) for numbers in entry["tiles"])
         for h in entry["h"]:
-            if (fault := next(_faults(entry["choice"], h, tiles), None)) is not None:
+            if (fault := _fault(entry["choice"], h, tiles)) is not None:
                 raise ValueError(f"entry {number}: {fault}")
             found[entry["choice"], h, entry["itemsize"]] = tiles
     return found
 
 
-def _faults(choice: str, h: int, tiles: tuple[Tile, ...]) -> Iterator[str]:
-    """Say why the kernels cannot run these tiles, or would give other results."""
+def _fault(choice: str, h: int, tiles: tuple[Tile, ...]) -> str | None:
+    """The reason why the kernels cannot run these tiles, or would give other results; None where they are sound."""
     if not tiles or len(tiles) > {"forward": 1, "backward": 2}.get(choice, 0):
-        yield f"{choice!r} has {len(tiles)} tiles"
+        return f"{choice!r} has {len(tiles)} tiles"
     for tile in tiles:
-        if any(type(n) is not int for n in vars(tile).values()):
-            yield f"{tile} has numbers that are no integers"
-        if any(n != next_power_of_2(n) for n in (tile.rows, tile.columns, tile.warps)):
-            yield f"{tile} has rows, columns or warps that are no power of 2"
-        if tile.warps > 32 or min(tile.stages, tile.programs_per_core) < 1:
-            yield f"{tile} has no such warps, stages or programs"
-        if tile.rows * tile.columns > 128 * 32 * tile.warps:  # a thread has 255 registers
-            yield f"a thread of {tile} would hold more than 128 elements"
+        sizes = [tile.rows, tile.columns, tile.warps]
+        if [next_power_of_2(n) for n in sizes] != sizes or min(tile.stages, tile.programs_per_core) < 1:
+            return f"{tile} has numbers that it cannot have"
+        if tile.warps > 32 or tile.rows * tile.columns > 128 * 32 * tile.warps:  # a thread has 255 registers
+            return f"{tile} is too large"
     if choice == "backward" and len(tiles) == 1 and h > tiles[0].columns:
-        yield f"{tiles[0].columns} columns of {h} have no row sums without a tile for them"
+        return f"{tiles[0].columns} columns of {h} have no row sums without a tile for them"
+    return None
 
 
 @functools.lru_cache(maxsize=8)  # so that it is said once

@@ -114,7 +114,7 @@ PROOFS = [
     Mutant(
         "tiles that no kernel can run",
         TUNING,
-        'if (fault := next(_faults(entry["choice"], h, tiles), None)) is not None:',
+        'if (fault := _fault(entry["choice"], h, tiles)) is not None:',
         "if fault := None:",
         ("tests/triton/test_tuning.py::test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out[absurd warps]",),
     ),
