@@ -115,8 +115,8 @@ def _facts(chip: Chip | None) -> Iterator[str]:
     if chip is None:
         return
     yield f"Kernels are for {chip.name}, {chip}, of {chip.cores} cores."
-    if (file := tuning.file(chip)) is not None:
-        yield f"{len(tuning.entries(chip))} of their tiles are as measured, of {file}."
+    if measured := tuning.entries(chip):
+        yield f"{len(measured)} of their tiles are as measured, of {os.environ[tuning.VARIABLE]}."
     if not chip.is_amd and (assembler := ptxas.found()) is not None:
         yield f"Their assembler: {ptxas.missing(chip) or assembler}."
     if (why := unfenced(chip)) is not None:

@@ -84,8 +84,8 @@ class Chip:
 
     @property
     def shared(self) -> int:
-        """The bytes of shared memory that one program may have; of what is not known the least."""
-        return SHARED_LIMIT.get(self.architecture, 65536 if self.is_amd else 101376)
+        """The bytes of shared memory that one program may have."""
+        return MORE_SHARED.get(self.architecture, 65536 if self.is_amd else 101376)
 
     def __str__(self) -> str:
         return str(self.architecture) if self.is_amd else f"sm_{self.architecture}"
@@ -111,17 +111,8 @@ CHIPS = {
 
 # Bytes of shared memory one block may have, by compute capability (CUDA C++ programming guide, table of technical
 # specifications), and of LDS one workgroup may have (AMD's guides to the instruction sets of CDNA 2, 3 and 4).
-SHARED_LIMIT: dict[int | str, int] = {
-    80: 166912,
-    86: 101376,
-    89: 101376,
-    90: 232448,
-    100: 232448,
-    120: 101376,
-    "gfx90a": 65536,
-    "gfx942": 65536,
-    "gfx950": 163840,
-}
+# Of others the least of their maker's is asked for.
+MORE_SHARED: dict[int | str, int] = {80: 166912, 90: 232448, 100: 232448, "gfx950": 163840}
 
 # The least version of PTX for a GPU of its compute capability, where that is more than 8.5 (PTX ISA, table of targets).
 LEAST_PTX = {100: 86, 103: 88, 120: 87, 121: 88}

@@ -167,8 +167,8 @@ def _faults(platform: str | None) -> Iterator[str]:
         there = "there is no GPU in this process and no chip was named" if chip is None else f"the chip is {chip.name}"
         yield f"{there}: set {chips.CHIP_VARIABLE} to one of {', '.join(names)}"
         return
-    if chip.is_amd and chip.architecture not in chips.SHARED_LIMIT:
-        known = sorted({str(chip) for chip in chips.CHIPS.values() if chip.is_amd})
+    known = sorted({str(chip) for chip in chips.CHIPS.values() if chip.is_amd})
+    if chip.is_amd and str(chip) not in known:
         yield f"the kernels are for {', '.join(known)}, whose waves have 64 threads, and {chip.name} is {chip}"
     is_here = (local := chips.local_chip()) is not None and local.platform == platform  # else nothing is launched here
     if platform == "cuda" and is_here and (reason := ptxas.missing(chip)) is not None:

@@ -1,4 +1,4 @@
-"""Tiles that a card has measured, which go before the rules of `jln._junction.tiles`: one JSON file a chip.
+"""Tiles that a card has measured, which go before the rules of `jln._junction.tiles`: a JSON file of a chip.
 
     {"chip": "h100", "versions": {"jln": "0.2.0", "triton": "3.9.0"}, "entries": [
       {"choice": "forward", "h": [4096, 5120], "itemsize": 2, "tiles": [[2, 4096, 8, 5, 1]], "mb_per_s": 3790000},
@@ -6,7 +6,7 @@
 
 An entry is of norms of one array, whose rows have these lengths and elements of `itemsize` bytes. A tile has `Tile`'s
 numbers: of `forward_kernel`, or of `backward_kernel` and, where rows are wider, of `row_sums_kernel`. JLN_TUNING names
-the file; unset, it is the package's own of the chip; set to nothing, there is none. A file with a fault is left out.
+the file, and a file with a fault is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from jln._triton.chip import CHIPS, Chip
 from jln._triton.tile import Tile, next_power_of_2
 
 VARIABLE = "JLN_TUNING"
-PACKAGED = pathlib.Path(__file__).parent / "tuned"
 
 
 def chip_name(chip: Chip) -> str:
@@ -31,18 +30,12 @@ def chip_name(chip: Chip) -> str:
     return next((word for word in words if word in CHIPS), "-".join(word for word in words if word != "nvidia"))
 
 
-def file(chip: Chip) -> pathlib.Path | None:
-    """The file that is asked for a chip."""
-    packaged = PACKAGED / f"{chip_name(chip)}.json"
-    named = os.environ.get(VARIABLE, str(packaged) if packaged.exists() else "")
-    return pathlib.Path(os.path.expanduser(named)) if named else None
-
-
 def entries(chip: Chip) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
-    """The entries of the file for a chip, as it is now, by choice, row length and bytes of an element."""
-    path = file(chip)
+    """The entries of the file, as it is now, by choice, row length and bytes of an element."""
+    if not (path := os.environ.get(VARIABLE)):
+        return {}
     try:
-        return {} if path is None else _parsed(path.read_text(), chip_name(chip))
+        return _parsed(pathlib.Path(path).expanduser().read_text(), chip_name(chip))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _warn(f"jln leaves out its tuning file {path}: {type(error).__name__}: {error}")
         return {}

@@ -235,7 +235,7 @@ def process(*arguments, before="", **environment):
 QUICK = "from jln.testing import operators; operators.SIZES = (((3, 4), (2,)),)"
 ERRORS = {
     ("chekc",): "invalid choice: 'chekc'",
-    ("check", "layernorm"): "invalid choice: 'layernorm' (choose from",
+    ("check", "layernorm"): "unknown operator layernorm; known are add_layer_norm",
     ("check", "--dtype", "float8"): "invalid choice: 'float8' (choose from",
     ("check", "--implementation", "cuda"): "invalid choice: 'cuda' (choose from",
 }

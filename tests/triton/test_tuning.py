@@ -33,16 +33,13 @@ def write(path, *entries, chip="h200"):
     return path
 
 
-def test_the_named_file_goes_before_the_packages_and_both_before_the_rules(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "PACKAGED", tmp_path)
+def test_the_named_file_goes_before_the_rules(tmp_path, monkeypatch):
     monkeypatch.delenv(tuning.VARIABLE, raising=False)
     assert chosen() == RULE != OTHER
-    write(tmp_path / "h200.json", entry(OTHER, h=(128, 64)))
-    assert chosen() == OTHER == chosen(h=64) and chosen(CHIPS["h100"]) == RULE
-    write(tmp_path / "mine.json", entry(Tile(2, 128, 1)))
+    write(tmp_path / "mine.json", entry(OTHER, h=(128, 64)))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(tuning.VARIABLE, "~/mine.json")
-    assert chosen() == Tile(2, 128, 1) and chosen(h=64) != OTHER
+    assert chosen() == OTHER == chosen(h=64)
     monkeypatch.setenv(tuning.VARIABLE, "")
     assert chosen() == RULE
 
