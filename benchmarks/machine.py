@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import jln
-from jln._triton import target, tuning
+from jln._triton import tuning
 
 HERE = str(pathlib.Path(__file__).parent)
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "numpy", "flax", "dm-haiku", "tokamax", "torch", "liger-kernel")
@@ -34,8 +34,7 @@ def versions() -> dict[str, str | None]:
 def environment() -> dict[str, Any]:
     """The first device, the machine's load, the commit and all versions."""
     device = jax.devices()[0]
-    kind, chip = device.device_kind, target.target_chip() if device.platform == "gpu" else None
-    tiles = tuning.file(chip) if chip is not None else None
+    kind = device.device_kind
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # A copy of the files, without a repository, has no commit: then the caller must name it.
@@ -48,7 +47,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": os.getloadavg()[0],
         "versions": versions(),
-        "tiles": tiles and str(tiles),
+        "tiles": os.environ.get(tuning.VARIABLE) or None,
     }
 
 

@@ -7,6 +7,9 @@ import importlib.util
 import os
 import sys
 
+from jln import doctor
+from jln.testing import operators
+
 
 def parser() -> argparse.ArgumentParser:
     about = "LayerNorm for JAX: what will it do here, and is it right?"
@@ -15,32 +18,29 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="what is installed, what the operators run on, how to mend what is missing")
     check = commands.add_parser("check", help="values and gradients of the operators beside float64; 1 if one is wrong")
     check.add_argument("operators", nargs="*", metavar="OPERATOR", help="by name (default: all)")
-    check.add_argument("--dtype", action="append", help="may be repeated (default: bfloat16 and float32)")
-    check.add_argument("--implementation", action="append", help="xla or triton (default: those that run here)")
+    said = "may be repeated (default: bfloat16 and float32)"
+    check.add_argument("--dtype", action="append", choices=operators.DTYPES, help=said)
+    said = "may be repeated (default: those that run here)"
+    check.add_argument("--implementation", action="append", choices=("xla", "triton"), help=said)
     return made
 
 
 def main() -> int:
     given = parser().parse_args()
-
-    from jln import doctor
-
-    local, _ = doctor.devices()
-    if given.command == "doctor" or not local:
-        return doctor.run()
+    names = {form.name for form in operators.FORMS.values()}
+    if given.command == "check" and (unknown := {*given.operators} - names):
+        parser().error(f"unknown operator {' '.join(sorted(unknown))}; known are {', '.join(sorted(names))}")
+    try:
+        local = doctor.devices()
+    except (RuntimeError, AssertionError) as error:
+        print(f"jln: no device: {str(error).partition(chr(10))[0]}")
+        return 2
+    if given.command == "doctor":
+        return doctor.run(local)
     if importlib.util.find_spec("triton") and local[0].platform == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-    from jln.testing import operators
-
     forms = [f for f in operators.FORMS if not given.operators or operators.FORMS[f].name in given.operators]
     reasons = doctor.implementations(local[0])
-    for name, asked, known in (
-        ("operator", given.operators, {form.name for form in operators.FORMS.values()}),
-        ("dtype", given.dtype or [], operators.DTYPES),
-        ("implementation", given.implementation or [], reasons),
-    ):
-        if unknown := {*asked} - {*known}:
-            parser().error(f"unknown {name} {' '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     asked = [*dict.fromkeys(given.implementation or (name for name, why in reasons.items() if why is None))]
     if cannot := [f"{name} cannot run: {reasons[name]}" for name in asked if reasons[name] is not None]:
         parser().error("; ".join(cannot))

@@ -36,18 +36,9 @@ def array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name} must be an array without a mask; got {_described(value)} with one: {name}.filled(...)")
     if value.dtype not in DTYPES:  # before JAX sees it, which cannot hold all that NumPy can
         expected = ", ".join(d.name for d in DTYPES)
-        raise TypeError(
-            f"{name} must have one of the dtypes {expected}; got {_described(value)}{_foreign(name, value)}"
-        )
+        foreign = "" if getattr(value.dtype, "isnative", True) else " in another byte order than this machine's"
+        raise TypeError(f"{name} must have one of the dtypes {expected}; got {_described(value)}{foreign}")
     return jnp.asarray(value)
-
-
-def _foreign(name: str, value: jax.Array | np.ndarray | np.generic) -> str:
-    """A hint for an array of a supported dtype in another byte order than this machine's; "" for any other."""
-    dtype = value.dtype
-    if getattr(dtype, "isnative", True) or dtype.newbyteorder("=") not in DTYPES:
-        return ""
-    return f" in another byte order than this machine's: {name}.astype({dtype.name!r})"
 
 
 def dtype(value: Any, default: Any) -> str:
@@ -74,18 +65,24 @@ def shape(name: str, value: jax.Array | None, expected: tuple[int, ...], why: st
         raise ValueError(f"{name} must have shape {expected}, {why}; got {_described(value)}")
 
 
-def parameter(name: str, value: Any, x: jax.Array, axes: tuple[int, ...], normalised: tuple[int, ...]) -> Any:
+def parameter(
+    name: str, value: Any, x: jax.Array, axes: tuple[int, ...], normalised: tuple[int, ...], may_be_rows: bool = False
+) -> Any:
     """`value` as an array of shape `normalised`, or of x's rank with 1 or x's size on every other axis than `axes`.
 
-    Raises ValueError for any other shape. normalised: the shape of x's normalised axes.
+    Raises ValueError for any other shape. normalised: the shape of x's normalised axes. may_be_rows: whether it may
+    have 1 on all of these, too.
     """
     if value is None:
         return None
     value = array(name, value)
-    if value.shape != normalised and not _varies_over_x(value, x, axes, (normalised,)):
+    of_axes = (normalised, (1,) * len(axes)) if may_be_rows else (normalised,)
+    varies_over_x = value.ndim == x.ndim and all(n in (1, size) for n, size in zip(value.shape, x.shape, strict=True))
+    if value.shape != normalised and not (varies_over_x and tuple(value.shape[a] for a in axes) in of_axes):
+        rows = f" and on all of {axes} together" if may_be_rows else ""
         raise ValueError(
             f"{name} must have shape {normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size on every "
-            f"other axis; got {_described(value)} for x {_described(x)}"
+            f"other axis{rows}; got {_described(value)} for x {_described(x)}"
         )
     return value
 
@@ -102,18 +99,10 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
         if not abs(value) <= float(np.finfo(dtype).max):
             raise ValueError(f"gate must be a number that {dtype} holds; got {value}")
         return jnp.full((1,) * x.ndim, value, dtype)
-    if value is None:
-        return None
-    value = array("gate", value)
-    if value.ndim == 0:
+    value = optional_array("gate", value)
+    if value is not None and value.ndim == 0:
         return value.reshape((1,) * x.ndim)
-    normalised = tuple(x.shape[a] for a in axes)
-    if value.shape != normalised and not _varies_over_x(value, x, axes, (normalised, (1,) * len(axes))):
-        raise ValueError(
-            f"gate must be a number, have shape {normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size "
-            f"on every other axis and on all of {axes} together; got {_described(value)} for x {_described(x)}"
-        )
-    return value
+    return parameter("gate", value, x, axes, tuple(x.shape[a] for a in axes), may_be_rows=True)
 
 
 def promoted(*dtypes: Any) -> Any:
@@ -122,20 +111,9 @@ def promoted(*dtypes: Any) -> Any:
         return functools.reduce(jnp.promote_types, dtypes)
 
 
-def _varies_over_x(value: jax.Array, x: jax.Array, axes: tuple[int, ...], of_axes: tuple[tuple[int, ...], ...]) -> bool:
-    """True where `value` has x's rank, 1 or x's size on every axis, and on `axes` one of the shapes `of_axes`."""
-    if value.ndim != x.ndim or not all(n in (1, of) for n, of in zip(value.shape, x.shape, strict=True)):
-        return False
-    return tuple(value.shape[a] for a in axes) in of_axes
-
-
 def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
     """The kernels and biases of one Linear or of a tuple of them, as tuples of arrays."""
     if not isinstance(kernel, tuple):
-        if isinstance(kernel, list):
-            raise TypeError("kernel must be an array; got list (several Linears are a tuple of arrays)")
-        if isinstance(bias, tuple | list):
-            raise TypeError(f"bias must be an array; got {type(bias).__name__}, where kernel is one array")
         kernel = _kernel("kernel", kernel, x)
         return (kernel,), (_bias("bias", bias, "kernel", kernel),)
     if not kernel:
@@ -143,8 +121,7 @@ def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...]
     if bias is None:
         bias = (None,) * len(kernel)
     if not isinstance(bias, tuple):
-        got = _described(bias) if hasattr(bias, "dtype") else type(bias).__name__
-        raise TypeError(f"bias must be None or a tuple of arrays and Nones, as kernel is a tuple; got {got}")
+        raise TypeError(f"bias must be None or a tuple of arrays and Nones, as kernel is; got {type(bias).__name__}")
     if len(bias) != len(kernel):
         raise ValueError(f"bias must have an array or None for each of {len(kernel)} kernels; got {len(bias)}")
     kernels = tuple(_kernel(f"kernel[{i}]", k, x) for i, k in enumerate(kernel))
@@ -175,12 +152,12 @@ def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
         raise ValueError("axis must name at least one axis; got ()")
     result = []
     for a in given:
-        if isinstance(a, bool | jax.Array):
-            raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}")
         try:
             index = operator.index(a)
         except TypeError:
-            raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}") from None
+            index = None
+        if index is None or isinstance(a, bool | jax.Array):
+            raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}")
         if not -x.ndim <= index < x.ndim:
             raise ValueError(f"axis {index} is out of range for x of shape {x.shape}")
         result.append(index % x.ndim)
@@ -198,17 +175,6 @@ def is_number(value: Any) -> bool:
     )
 
 
-def too_large(epsilon: float, *dtypes: Any) -> str | None:
-    """A message where epsilon exceeds the dtype in which arrays of `dtypes`, or their sum, are normalised, or None."""
-    if epsilon <= _FLOAT32_MAX or jnp.dtype("float64") in dtypes:
-        return None
-    given = " + ".join(d.name for d in dtypes)
-    return f"epsilon must be at most {_FLOAT32_MAX:.8g}, the largest float32, in which {given} is normalised"
-
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
 def epsilon(value: Any, *dtypes: Any) -> float:
     """`value` as a float that is not negative and fits the arithmetic. Raises TypeError or ValueError for any other.
 
@@ -224,8 +190,12 @@ def epsilon(value: Any, *dtypes: Any) -> float:
         number = math.inf
     if not (number >= 0 and math.isfinite(number)):
         raise ValueError(f"epsilon must be finite and not negative; got {value}")
-    if (fault := too_large(number, *dtypes)) is not None:
-        raise ValueError(f"{fault}; got {value}")
+    largest = float(np.finfo(np.float32).max)
+    if number > largest and jnp.dtype("float64") not in dtypes:
+        given = " + ".join(d.name for d in dtypes)
+        raise ValueError(
+            f"epsilon must be at most {largest:.8g}, the largest float32, in which {given} is normalised; got {value}"
+        )
     return number
 
 
@@ -240,10 +210,7 @@ def precision(value: Any) -> Any:
     default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if value is None and default is None:
         return None
-    try:
-        return _canonical_precision(value, default)
-    except TypeError:  # a list cannot be remembered
-        return _canonical_precision.__wrapped__(value, default)
+    return _canonical_precision(tuple(value) if isinstance(value, list) else value, default)
 
 
 @functools.lru_cache(maxsize=256)

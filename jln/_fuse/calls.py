@@ -48,36 +48,32 @@ class Operand(NamedTuple):
         return array if self.shape is None or array.shape == self.shape else array.reshape(self.shape)
 
 
-class Call:
-    """A call of an operator, from the values that it reads to those that it makes."""
+class Call(NamedTuple):
+    """A call of an operator, from the values that it reads to those that it makes.
 
-    def __init__(self, name: str, **options: Any):
-        self.name, self.options = name, options
-        self._operands: dict[str, Any] = {}
+    operands: by name an `Operand`, a number, None, or a tuple of these.
+    """
 
-    @property
+    name: str
+    operands: dict[str, Any]
+    options: dict[str, Any]
+
     def names(self) -> tuple[str, ...]:
-        operands = {name: a if _is_several(a) else (a,) for name, a in self._operands.items()}
-        return tuple(name for name, several in operands.items() if any(a is not None for a in several))
-
-    def give(self, **operands: Any) -> None:
-        """Add operands: an `Operand`, a number, None, or a tuple of these."""
-        self._operands |= operands
+        """The names of the arrays that the operator is given."""
+        several = {name: a if _is_several(a) else (a,) for name, a in self.operands.items()}
+        return tuple(name for name, given in several.items() if any(a is not None for a in given))
 
     def inputs(self) -> list[Value]:
-        return [a.value for a in self._leaves()]
-
-    def _leaves(self) -> list[Operand]:
-        flat = [b for a in self._operands.values() for b in (a if _is_several(a) else (a,))]
-        return [a for a in flat if isinstance(a, Operand)]
+        flat = [b for a in self.operands.values() for b in (a if _is_several(a) else (a,))]
+        return [a.value for a in flat if isinstance(a, Operand)]
 
     def __call__(self, *arrays: Any) -> Any:
-        ready = {id(a): a.of(array) for a, array in zip(self._leaves(), arrays, strict=True)}
+        rest = iter(arrays)
 
         def read(a: Any) -> Any:
-            return ready[id(a)] if isinstance(a, Operand) else a
+            return a.of(next(rest)) if isinstance(a, Operand) else a
 
-        given = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self._operands.items()}
+        given = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self.operands.items()}
         return OPERATORS[self.name](**given, **self.options)
 
 
@@ -92,12 +88,12 @@ def call_of(
     program: Options,
     constants: Constants,
     *,
-    has_linears: bool = False,
+    linears: Sequence[Linear] = (),
     hands_on: bool = False,
 ) -> Call:
     """The call of the operator for a norm, the sum in front of it or behind it, and what `fuse` was told.
 
-    has_linears: whether products are behind it, which the caller gives. hands_on: whether x is a result, too.
+    linears: the products behind it. hands_on: whether x is a result, too.
     """
     kind = "layer_norm" if norm.centres else "rms_norm"
     options: dict[str, Any] = {"epsilon": norm.epsilon}
@@ -106,9 +102,9 @@ def call_of(
     if program.forward_mode:
         options["forward_mode"] = True
     in_front = None if junction is None else junction.in_front
-    if has_linears and program.remat and in_front is None:
+    if linears and program.remat and in_front is None:
         options["remat"] = True
-    if not has_linears:
+    if not linears:
         options |= {"axis": tuple(a - norm.x.ndim for a in norm.features), "dtype": norm.y.dtype}
     scales = {"scale": norm.scale}
     if in_front is not None:
@@ -117,43 +113,43 @@ def call_of(
     if around_zero and all(p is not None for p in around_zero.values()):
         options["zero_centered_scale"] = True
         scales |= around_zero
-    scale_operands = {n: _parameter(p, norm) for n, p in scales.items()}
-    offset = {"offset": _parameter(norm.offset, norm)} if norm.centres else {}
+    operands: dict[str, Any] = {"x": Operand(norm.x if junction is None else junction.x)}
+    name = kind
     if junction is not None:
-        name = f"{kind}_add_{kind}" if in_front is not None else f"add_{kind}"
-        call = Call(name + ("_linear" if has_linears else ""), **options)
-        call.give(x=Operand(junction.x), residual=Operand(junction.residual), **scale_operands, **offset)
-        if junction.x_bias is not None:
-            call.give(x_bias=_parameter(junction.x_bias, norm))
-        gate = junction.gate
-        if gate is not None:
-            call.give(gate=_gate(gate, junction.total, norm) if isinstance(gate, Parameter) else gate)
-        return call
-    if addition is not None:
-        call = Call(f"{kind}_add", **(options | {"dtype": addition.y.dtype}))
-        call.give(x=Operand(norm.x), residual=Operand(addition.residual), **scale_operands, **offset)
-        return call
-    name = kind + ("_linear" if has_linears else "_gated" if norm.z is not None else "")
-    call = Call(f"add_{name}" if hands_on else name, **options)
-    call.give(x=Operand(norm.x), **scale_operands, **offset, **({"residual": None} if hands_on else {}))
+        name = f"add_{kind}" if in_front is None else f"{kind}_add_{kind}"
+        operands["residual"] = Operand(junction.residual)
+    elif addition is not None:
+        name = f"{kind}_add"
+        options["dtype"] = addition.y.dtype
+        operands["residual"] = Operand(addition.residual)
+    elif hands_on:
+        name = f"add_{kind}"
+        operands["residual"] = None
+    elif norm.z is not None:
+        name = f"{kind}_gated"
+    operands |= {n: _parameter(p, norm) for n, p in scales.items()}
+    if norm.centres:
+        operands["offset"] = _parameter(norm.offset, norm)
     if norm.z is not None:
-        call.give(z=Operand(norm.z))
-    return call
+        operands["z"] = Operand(norm.z)
+    if junction is not None and junction.x_bias is not None:
+        operands["x_bias"] = _parameter(junction.x_bias, norm)
+    if junction is not None and (gate := junction.gate) is not None:
+        operands["gate"] = _parameter(gate, norm) if isinstance(gate, Parameter) else gate
+    if linears:
+        name += "_linear"
+        operands["kernel"] = tuple(Operand(p.kernel, axis_in_front=p.axis) for p in linears)
+        operands["bias"] = tuple(None if p.bias is None else Operand(p.bias.source, p.bias.shape) for p in linears)
+    return Call(name, operands, options)
 
 
 def _parameter(parameter: Parameter | None, norm: Norm) -> Operand | None:
     """The parameter as operators take it: of the features alone, or of x's rank where it varies by row."""
     if parameter is None:
         return None
-    shape = tuple(parameter.shape[a - norm.x.ndim] for a in norm.features)
-    is_shared = parameter.size == math.prod(shape)
-    return Operand(parameter.source, shape if is_shared else parameter.shape)
-
-
-def _gate(gate: Parameter, total: Value, norm: Norm) -> Operand:
-    if gate.size == math.prod(total.shape[a - norm.x.ndim] for a in norm.features):
-        return _parameter(gate, norm)  # pyright: ignore[reportReturnType]
-    return Operand(gate.source, gate.shape)
+    features = [a - norm.x.ndim for a in norm.features]
+    is_shared = parameter.size == math.prod(norm.x.shape[a] for a in features)
+    return Operand(parameter.source, tuple(parameter.shape[a] for a in features) if is_shared else parameter.shape)
 
 
 def _around_zero(scale: Parameter, constants: Constants) -> Parameter | None:

@@ -72,10 +72,6 @@ def _dot(node: Node, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.einsum(f"{''.join(names_a)},{''.join(names_b)}->{''.join(batch + left + right)}", a, b)
 
 
-def _power(node: Node, a: np.ndarray) -> np.ndarray:
-    return a ** float(node.params["y"])
-
-
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda node, *arrays: function(*arrays)
 
@@ -95,7 +91,7 @@ ANALYTIC: dict[str, Callable[..., Any]] = {
     "square": _elementwise(np.square),
     "sqrt": _elementwise(np.sqrt),
     "rsqrt": _elementwise(lambda a: 1 / np.sqrt(a)),
-    "integer_pow": _power,
+    "integer_pow": lambda node, a: a ** float(node.params["y"]),
     "pow": _elementwise(np.power),
     "exp": _elementwise(np.exp),
     "log": _elementwise(np.log),
@@ -147,10 +143,8 @@ class Constants:
             is_known = np.ndim(value.constant) == 0 and not isinstance(value.constant, Tracer)
             return float(value.constant) if is_known and _is_real(value.dtype) else None
         node = value.maker
-        if node is None or node.operation not in _OF_CONSTANTS or len(node.inputs) > 3 or not _is_real(value.dtype):
-            return None
-        numbers = [self._numbers[v] for v in node.inputs]
-        if any(n is None for n in numbers):
+        numbers = [self._numbers[v] for v in _read(value)]
+        if node is None or not numbers or not _is_real(value.dtype) or any(n is None for n in numbers):
             return None
         if node.operation in _SHAPES_ONLY:
             return numbers[0]

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jln._checks import promoted
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Value
 from jln._fuse.norms import Norm
-from jln._fuse.regions import Parameter, peeled, promoted, widens
+from jln._fuse.regions import Parameter, peeled, widens
 
 Gate = Parameter | float | None
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 
+from jln._checks import promoted
 from jln._fuse.certificate import FLOATS, Constants
 from jln._fuse.graph import Graph, Node, Value, bound
 from jln._fuse.norms import Norm
-from jln._fuse.regions import Parameter, peeled, promoted
+from jln._fuse.regions import Parameter, peeled
 
 
 class Linear(NamedTuple):

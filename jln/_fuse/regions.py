@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-
+from jln._checks import promoted
 from jln._fuse.certificate import FLOATS, Constants, only_ones_differ, why_not_analytic
 from jln._fuse.graph import Node, Value
 
@@ -165,12 +163,6 @@ def widens(value: Value) -> bool:
     source = value.maker.inputs[0]
     is_float = {value.dtype.name, source.dtype.name} <= FLOATS
     return is_float and promoted(source.dtype, value.dtype) == value.dtype
-
-
-def promoted(a: Any, b: Any) -> Any:
-    """The dtype of a sum of the two, however strict the user has JAX be."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(a, b)
 
 
 def peeled(value: Value, constants: Constants) -> Parameter:

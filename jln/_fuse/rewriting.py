@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jln._fuse.calls import Operand, Options, call_of, results_of
+from jln._fuse.calls import Options, call_of, results_of
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
@@ -196,21 +196,16 @@ class _Rewriting:
         if norm.centres and _is_read_in_eight_bits(self.graph, norm.y):
             why = _IS_BETTER_ALL_THE_SAME
         hands_on = junction is None and self._hands_on(norm)
-        call = call_of(
-            norm, junction, addition, self.options, self.constants, has_linears=bool(linears), hands_on=hands_on
-        )
+        call = call_of(norm, junction, addition, self.options, self.constants, linears=linears, hands_on=hands_on)
         results = [norm.y] if addition is None else [addition.y]
         if linears:
-            kernels = tuple(Operand(p.kernel, axis_in_front=p.axis) for p in linears)
-            biases = tuple(None if p.bias is None else Operand(p.bias.source, p.bias.shape) for p in linears)
-            call.give(kernel=kernels, bias=biases)
             results = [p.y for p in linears]
         if junction is not None:
             results.append(junction.total)
         finish = functools.partial(results_of, call, norm, junction, linears, hands_on)
         node = norm.y.maker
         assert node is not None
-        finding = Finding(call.name, call.names, why, node, norm.x)
+        finding = Finding(call.name, call.names(), why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
 

@@ -91,11 +91,13 @@ def fuse(
 
 
 def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    remarks = _Remarks(function)
+    name = getattr(function, "__name__", type(function).__name__)
+    is_known = False  # whether its user was warned
     programs: dict[Hashable, _Program] = {}  # of calls outside of any trace, by what they depend on
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_known
         _refuse_modules(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         is_traced = not trace_state_clean() or any(isinstance(a, Tracer) for a in leaves)
@@ -115,7 +117,7 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
             joins.append(lambda results: structure.unflatten(join(results, others, is_number)))
             return results
 
-        flat.__name__ = remarks.name  # which JAX's errors tell
+        flat.__name__ = name  # which JAX's errors tell
         traced = jax.make_jaxpr(flat)(*arrays)
         findings: list[Finding] = []
         if key is None or _has_arrays(traced):
@@ -128,7 +130,9 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
                 programs.clear()
             programs[key] = program
             results = program.call(*arrays)
-        remarks.make(traced, findings)
+        if not is_known:
+            is_known = True
+            _remark(name, traced, findings)
         return joins[-1](_as_arrays(results))
 
     return fused
@@ -201,33 +205,23 @@ def _key(arrays: Sequence[Any], static: Sequence[Any], tree: Any, is_array: tupl
     return key
 
 
-class _Remarks:
-    """Warnings that a user gets once of a function: that it has no norm, or that it differentiates inside.
+def _remark(name: str, program: ClosedJaxpr, findings: list[Finding]) -> None:
+    """Warn of a function that has no norm, or that differentiates inside.
 
     A function that calls the operators itself has norms enough.
     """
-
-    def __init__(self, function: Callable[..., Any]):
-        self.name = getattr(function, "__name__", type(function).__name__)
-        self._made = False
-
-    def make(self, program: ClosedJaxpr, findings: list[Finding]) -> None:
-        if self._made:
-            return
-        self._made = True
-        if _differentiates(program):
-            warnings.warn(
-                f"jln.fuse: {self.name} differentiates inside, and fuse saves nothing there, as its backward pass "
-                "reads what the norms have made: wrap the loss inside, jax.value_and_grad(jln.fuse(loss))",
-                stacklevel=3,
-            )
-        elif not any(f.is_chosen for f in findings) and " jln_" not in str(program):  # as primitives are named
-            left = "".join(f"; {f.why}" for f in findings[:1])
-            warnings.warn(
-                f"jln.fuse found no norm in {self.name} that it could take{left}. jln.explain(fused, *args) lists "
-                "what it saw",
-                stacklevel=3,
-            )
+    if _differentiates(program):
+        warnings.warn(
+            f"jln.fuse: {name} differentiates inside, and fuse saves nothing there, as its backward pass "
+            "reads what the norms have made: wrap the loss inside, jax.value_and_grad(jln.fuse(loss))",
+            stacklevel=3,
+        )
+    elif not any(f.is_chosen for f in findings) and " jln_" not in str(program):  # as primitives are named
+        left = "".join(f"; {f.why}" for f in findings[:1])
+        warnings.warn(
+            f"jln.fuse found no norm in {name} that it could take{left}. jln.explain(fused, *args) lists what it saw",
+            stacklevel=3,
+        )
 
 
 def _differentiates(program: ClosedJaxpr) -> bool:

@@ -1,20 +1,20 @@
 """Compiled kernels in files, so that only the first process that needs one compiles it.
 
-JLN_CACHE_DIR names the folder, and set to nothing turns this off; without it the folder is `jln` in the user's cache.
-An entry's name is its key, a hash of all that its content depends on. It begins with that key and with a hash of its
-content, and counts only with both: neither another's entry nor a part of one is taken. So an entry is never wrong, only
-old: past `LIMIT` of them the ones that nobody has asked for the longest are removed. Whatever goes wrong with a file,
-the kernel is compiled.
+JLN_CACHE_DIR names the folder, by its whole path, and set to nothing turns this off; without it the folder is `jln` in
+the user's cache.
 
-A hash does not say who wrote an entry, and a kernel does with the user's arrays what its author liked. So a file counts
-only if nobody but the user and root may have written it, which is judged when it is open. Triton's own cache does not
-ask whose a file is or whether it is whole, and keeps nothing where jax-triton has emptied TRITON_CACHE_DIR.
+An entry's name is its key, a hash of all that its content depends on, and zlib's checksum says whether it is whole. So
+an entry is never wrong, only old: past `LIMIT` of them the ones that nobody has asked for the longest are removed.
+Whatever goes wrong with a file, the kernel is compiled.
+
+A kernel does with the user's arrays what its author liked. So a file counts only if nobody but the user and root may
+have written it, which is judged when it is open. Triton's own cache does not ask whose a file is or whether it is
+whole, and keeps nothing where jax-triton has emptied TRITON_CACHE_DIR.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import pathlib
@@ -31,13 +31,11 @@ _SUFFIX = ".jln"
 def folder() -> pathlib.Path | None:
     """The folder of the entries, there or not yet; None where entries are not kept."""
     named = os.environ.get(VARIABLE)
-    if named == "" or os.name != "posix":  # elsewhere files do not tell who may have written them
+    if named == "":
         return None
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     path = pathlib.Path(os.path.expanduser(named or f"{base}/jln"))
-    if str(path).startswith("~") or not (named or path.is_absolute()):
-        return None  # there is no home, or XDG's rule: a relative one is ignored
-    return path
+    return path if path.is_absolute() else None  # without a home it is not, and XDG's rule leaves out relative ones
 
 
 def entries() -> list[pathlib.Path]:
@@ -59,12 +57,10 @@ def load(key: str) -> dict[str, Any] | None:
             status = os.fstat(file.fileno())
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return None
-            head, _, packed = file.read().partition(b"\n")
-        if head != _head(key, packed):
-            return None
+            entry = json.loads(zlib.decompress(file.read()))
         with contextlib.suppress(OSError):  # of root's
             os.utime(path)
-        return json.loads(zlib.decompress(packed))
+        return entry
     except (OSError, ValueError, zlib.error):
         return None
 
@@ -73,31 +69,18 @@ def store(key: str, entry: dict[str, Any]) -> None:
     """Write an entry, whole or not at all, whoever else writes or reads it; nothing where none can be written."""
     if (where := folder()) is None:
         return
-    packed = zlib.compress(json.dumps(entry).encode())
     with contextlib.suppress(OSError):
         where.mkdir(0o700, parents=True, exist_ok=True)
         if len(kept := entries()) >= LIMIT:  # a tenth of all make room, so that most calls look at none
-            for path in sorted(kept, key=_last_asked_for)[: len(kept) - LIMIT + 1 + LIMIT // 10]:
+            for path in sorted(kept, key=lambda path: path.lstat().st_mtime)[: len(kept) - LIMIT + 1 + LIMIT // 10]:
                 with contextlib.suppress(OSError):  # another process removes them too
                     path.unlink()
         # The user's alone, whatever the umask. What a killed process leaves is removed in its turn, as an entry.
         descriptor, scratch = tempfile.mkstemp(_SUFFIX, dir=where)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(_head(key, packed) + b"\n" + packed)
+                file.write(zlib.compress(json.dumps(entry).encode()))
             os.replace(scratch, where / (key + _SUFFIX))
         except BaseException:
             os.unlink(scratch)
             raise
-
-
-def _last_asked_for(path: pathlib.Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:  # it is gone
-        return 0.0
-
-
-def _head(key: str, packed: bytes) -> bytes:
-    """The first line of an entry's file."""
-    return f"jln {key} {hashlib.sha256(packed).hexdigest()}".encode()

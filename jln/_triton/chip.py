@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 from typing import Any
 
@@ -85,9 +84,8 @@ class Chip:
 
     @property
     def shared(self) -> int:
-        """The bytes of shared memory that one program may have; of what is not known the least."""
-        least = min(limit for of, limit in SHARED_LIMIT.items() if isinstance(of, str) == self.is_amd)
-        return SHARED_LIMIT.get(self.architecture, least)
+        """The bytes of shared memory that one program may have."""
+        return MORE_SHARED.get(self.architecture, 65536 if self.is_amd else 101376)
 
     def __str__(self) -> str:
         return str(self.architecture) if self.is_amd else f"sm_{self.architecture}"
@@ -113,17 +111,8 @@ CHIPS = {
 
 # Bytes of shared memory one block may have, by compute capability (CUDA C++ programming guide, table of technical
 # specifications), and of LDS one workgroup may have (AMD's guides to the instruction sets of CDNA 2, 3 and 4).
-SHARED_LIMIT: dict[int | str, int] = {
-    80: 166912,
-    86: 101376,
-    89: 101376,
-    90: 232448,
-    100: 232448,
-    120: 101376,
-    "gfx90a": 65536,
-    "gfx942": 65536,
-    "gfx950": 163840,
-}
+# Of others the least of their maker's is asked for.
+MORE_SHARED: dict[int | str, int] = {80: 166912, 90: 232448, 100: 232448, "gfx950": 163840}
 
 # The least version of PTX for a GPU of its compute capability, where that is more than 8.5 (PTX ISA, table of targets).
 LEAST_PTX = {100: 86, 103: 88, 120: 87, 121: 88}
@@ -138,15 +127,6 @@ def named_chip(name: str) -> Chip:
         raise ValueError(f"unknown chip {name!r}; known are {', '.join(sorted(CHIPS))}") from None
 
 
-def default_chip() -> Chip | None:
-    """The chip that the environment variable JLN_CHIP names, else the first local GPU, else None."""
-    name = os.environ.get(CHIP_VARIABLE)
-    return named_chip(name) if name else local_chip()
-
-
-PLATFORMS = ("cuda", "rocm")
-
-
 def platform_of(device: Any) -> str:
     """JAX's name of a device's platform for lowering: of a GPU "cuda" or "rocm", where the device says "gpu"."""
     if device.platform != "gpu":
@@ -157,7 +137,7 @@ def platform_of(device: Any) -> str:
 def local_chip() -> Chip | None:
     import jax
 
-    for platform in PLATFORMS:
+    for platform in ("cuda", "rocm"):
         try:
             device = jax.local_devices(backend=platform)[0]
         except RuntimeError:  # no such backend in this process

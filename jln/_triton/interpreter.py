@@ -14,13 +14,13 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
-from ml_dtypes import bfloat16
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle
 
 from jln._triton.launch import TYPE_NAMES, Launch
 
-EIGHT_BITS = {"fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
+# The types whose numbers Triton holds as integers of the same bits.
+HELD_AS_BITS = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xFF  # all ones is a NaN in every floating-point type
 
@@ -70,8 +70,9 @@ class _Executor(GridExecutor):
         pass
 
 
+@contextlib.contextmanager
 def _mended():
-    """Patch the interpreter for one run."""
+    """Patch the interpreter while the context is active."""
     patched = set()
     original_cast = InterpreterBuilder.cast_impl
     original_dot = InterpreterBuilder.create_dot
@@ -85,18 +86,15 @@ def _mended():
 
     def cast(self, src, dst_type, rounding_mode=None):
         # Triton's own casts to bfloat16 truncate; GPUs round to nearest even.
-        source, target = (t.scalar.name for t in (src.dtype, dst_type))
-        if target in EIGHT_BITS:
-            return TensorHandle(src.data.astype(EIGHT_BITS[target]).view(np.uint8), dst_type.scalar)
-        if "bf16" not in (source, target) or source == target:
+        source, wanted = (t.scalar.name for t in (src.dtype, dst_type))
+        if source == wanted or not {source, wanted} & {*HELD_AS_BITS}:
             return original_cast(self, src, dst_type)
-        value = src.data.view(bfloat16) if source == "bf16" else src.data
-        if target == "bf16":
-            return TensorHandle(value.astype(np.float32).astype(bfloat16).view(np.uint16), dst_type.scalar)
-        return TensorHandle(value.astype(np.float32).astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+        value, held = numbers(src), interpreter._get_np_dtype(dst_type)
+        value = value.astype(HELD_AS_BITS[wanted]).view(held) if wanted in HELD_AS_BITS else value.astype(held)
+        return TensorHandle(value, dst_type.scalar)
 
     def dot(self, a, b, d, *options):
-        # Triton's own multiplies the bit patterns of bfloat16, which it holds as uint16.
+        # Triton's own multiplies the bit patterns of bfloat16.
         return original_dot(self, widened(a), widened(b), d, *options)
 
     def splat(self, to, a):
@@ -104,20 +102,23 @@ def _mended():
         return TensorHandle(np.full(to.shape, a.data, a.data.dtype), a.dtype.scalar)
 
     def widened(a):
-        if a.dtype.scalar.name != "bf16":
+        if a.dtype.scalar.name not in HELD_AS_BITS:
             return a
-        return TensorHandle(a.data.view(bfloat16).astype(np.float32), interpreter.tl.float32)
+        return TensorHandle(numbers(a).astype(np.float32), interpreter.tl.float32)
+
+    def numbers(a):
+        held = HELD_AS_BITS.get(a.dtype.scalar.name)
+        return a.data if held is None else a.data.view(held)
 
     # Triton's own reckons in 64 bits whether sums and products of indices overflow, and drops the answer.
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
-    stack.enter_context(mock.patch.object(InterpretedFunction, "__call__", call_device_function))
-    stack.enter_context(mock.patch.object(InterpreterBuilder, "cast_impl", cast))
-    stack.enter_context(mock.patch.object(InterpreterBuilder, "create_fp_to_fp", cast))
-    stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", dot))
-    stack.enter_context(mock.patch.object(InterpreterBuilder, "create_splat", splat))
-    return stack
+    rules = {"cast_impl": cast, "create_fp_to_fp": cast, "create_dot": dot, "create_splat": splat}
+    with (
+        mock.patch.object(interpreter.interpreter_builder, "options", options),
+        mock.patch.object(InterpretedFunction, "__call__", call_device_function),
+        mock.patch.multiple(InterpreterBuilder, **rules),
+    ):
+        yield
 
 
 def run(launch: Launch, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -96,8 +96,16 @@ def launch(
     """
     import triton.language as tl
 
-    named = {f"{name}_ptr": a for name, a in (operands | results).items() if not isinstance(a, int)}  # pyright: ignore
     scalars = {name: a for name, a in operands.items() if isinstance(a, int)}
+    names = [argument.removesuffix("_ptr") for argument in kernel.arg_names]
+    unknown = ({*operands} | {*results}) - {*names} | {*constants} - {*kernel.arg_names}
+    assert not unknown, f"{kernel.__name__} has no arguments {sorted(unknown)}"
+    arrays: dict[str, Any] = {n: operands[n] for n in names if operands.get(n) is not None and n not in scalars}
+    written = {name: a for name in names if (a := results.get(name)) is not None}
+    in_place = dict(in_place or {})
+    for operand, result in in_place.items():
+        before, after = ((a.shape, a.dtype) for a in (arrays[operand], written[result]))
+        assert before == after, f"{result}, {after}, cannot take the place of {operand}, {before}"
     known = {
         "BLOCK_ROWS": tile.rows,
         "BLOCK_H": tile.columns,
@@ -105,23 +113,9 @@ def launch(
         "PRECISION": target.chip.precision,
         "COMPUTE": compute,
         **constants,
+        **{f"{name}_ptr": None for name, a in (operands | results).items() if a is None},  # pyright: ignore
     }
     known = {name: getattr(tl, a.name) if isinstance(a, np.dtype) else a for name, a in known.items()}
-    unknown = ({*named} | {*scalars} | {*constants}) - {*kernel.arg_names}
-    assert not unknown, f"{kernel.__name__} has no arguments {sorted(unknown)}"
-    missing = {*kernel.arg_names} - {*named} - {*scalars} - {*known}
-    assert not missing, f"{kernel.__name__} needs {sorted(missing)}"
-    order = {name: i for i, name in enumerate(kernel.arg_names)}
-
-    def sorted_present(arrays: Mapping[str, Any]) -> dict[str, Any]:
-        present = {name: a for name, a in arrays.items() if a is not None and not isinstance(a, int)}
-        return dict(sorted(present.items(), key=lambda pair: order[f"{pair[0]}_ptr"]))
-
-    arrays, written = sorted_present(operands), sorted_present(results)
-    in_place = dict(in_place or {})
-    for operand, result in in_place.items():
-        before, after = ((a.shape, a.dtype) for a in (arrays[operand], written[result]))
-        assert before == after, f"{result}, {after}, cannot take the place of {operand}, {before}"
     call = Launch(
         kernel,
         {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()},
@@ -130,8 +124,7 @@ def launch(
         programs,
         tile,
         target.chip,
-        {name: known[name] for name in kernel.arg_names if name in known}
-        | {name: None for name in kernel.arg_names if name in named and named[name] is None},
+        {name: known[name] for name in kernel.arg_names if name in known},
         in_place,
     )
     outputs = dict(zip(written, target.run(call, list(arrays.values())), strict=True))

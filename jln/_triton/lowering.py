@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import atexit
 import base64
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib
 import importlib.metadata
 import os
 import pathlib
@@ -64,22 +62,12 @@ for _platform in ("cuda", "rocm"):
 
 def missing(platform: str) -> str | None:
     """The reason why jax-triton or JAX's plugin for the platform cannot be used; None where both can."""
-    if platform == "rocm":
-        return None if _plugin(platform) is not None else _without_rocm()
-    try:
-        _jax_triton()
-    except Exception as error:  # without a plugin 0.3.1 raises AttributeError, other versions ImportError
-        return f"jax_triton cannot be used ({error!r})"
-    return None if _plugin(platform) is not None else "JAX has no CUDA plugin here"
-
-
-def _without_rocm() -> str:
-    """The reason why JAX's plugin for ROCm launches no kernels: it is not installed, or ROCm's library is not."""
-    try:
-        importlib.import_module("jax_rocm7_plugin._triton")
-    except ImportError as error:
-        return f"JAX's ROCm plugin cannot be used ({error})"
-    return "JAX does not use its ROCm plugin here"
+    if platform == "cuda":
+        try:
+            _jax_triton()
+        except Exception as error:  # without a plugin 0.3.1 raises AttributeError, other versions ImportError
+            return f"jax_triton cannot be used ({error!r})"
+    return None if _plugin(platform) is not None else f"JAX uses no plugin for {platform} here"
 
 
 def _plugin(platform: str) -> Any:
@@ -101,7 +89,7 @@ def _protobuf(launch: Launch, binary: Binary) -> bytes:
         for a in launch.arguments.values()
         if a != 1  # a constant of the kernel
     ]
-    code, capability = (_in_a_file(binary), 0) if chip.is_amd else (binary.code, chip.capability)
+    code, capability = (_file(binary), 0) if chip.is_amd else (binary.code, chip.capability)
     # 1 block a cluster. The plugin would carry Triton's own code along ("" here), at each launch, and reads it nowhere.
     facts = (launch.tile.warps_of(chip), 1, binary.shared, code, "", capability)
     kernel = plugin.TritonKernel(binary.name, *facts)
@@ -109,48 +97,26 @@ def _protobuf(launch: Launch, binary: Binary) -> bytes:
     return call.to_proto(f"jln_{launch.kernel.fn.__name__}", b"")
 
 
-def _in_a_file(binary: Binary) -> str:
-    """The path of a file with an AMD code object, the same in every process that lowers the same launch.
+def _file(binary: Binary) -> str:
+    """The path of a file with an AMD code object.
 
-    The ROCm plugin reads the file where the kernel is launched first, deletes it, and remembers the path: processes
-    cannot share a file. Nor may their paths differ, or JAX's compilation cache would know no program again. So the path
-    goes through the number by which a process knows its own folder.
+    The ROCm plugin reads the file where the kernel is launched first, and deletes it. So each process has files of its
+    own, in whose programs are their paths, and JAX's compilation cache knows no AMD program of another process.
     """
     code = base64.b64decode(binary.code)
-    path = pathlib.Path(_folder(os.getpid())) / f"{hashlib.sha256(code).hexdigest()}.hsaco"
-    if not path.exists():
-        scratch = path.with_suffix(f".{threading.get_ident()}")
-        scratch.write_bytes(code)
-        scratch.replace(path)  # the file is whole, whichever thread lowers or launches meanwhile
+    path = _folder() / f"{hashlib.sha256(code).hexdigest()}.hsaco"
+    with _lock:  # the file is whole, whichever thread lowers or launches meanwhile
+        if not path.exists():
+            path.write_bytes(code)
     return str(path)
 
 
-# The number of a folder's file descriptor. It is less than the 1024 that a process may commonly have open, and more
-# than a process has open when it lowers its programs.
-DESCRIPTOR = 900
-
-
 @functools.cache
-def _folder(process: int) -> str:
-    """The path of a folder that lives as long as the process. process: its number, as a fork has a folder of its own.
-
-    Where DESCRIPTOR is taken it is the next number: the path is then another than in other processes, and as good.
-    """
-    import fcntl
-
+def _folder() -> pathlib.Path:
+    """The folder of this process's files, which lives as long as the process."""
     folder = tempfile.mkdtemp(prefix="jln-")
-    opened = os.open(folder, os.O_RDONLY)
-    descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR)
-    os.close(opened)
-    with contextlib.suppress(OSError):  # the file system may have no locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # systemd-tmpfiles would remove an unlocked folder after ten days
-
-    def remove() -> None:
-        if os.getpid() == process:  # a fork of the process ends earlier, and leaves the folder
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return f"/proc/self/fd/{descriptor}"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return pathlib.Path(folder)
 
 
 # The alignment in bytes that XLA promises for the address of every array.
@@ -205,24 +171,16 @@ def compiled(launch: Launch) -> Binary:
         options = backend.parse_options(launch.tile.options(launch.chip))
         key = _key(wanted, backend, options)
         if key not in _binaries:
-            stored = _stored(key)
-            _binaries[key] = stored or _compile(wanted, backend, options)
-            if stored is None:
+            if (stored := cache.load(key)) is not None:
+                _binaries[key] = Binary(**stored)
+            else:
+                _binaries[key] = _compile(wanted, backend, options)
                 cache.store(key, dataclasses.asdict(_binaries[key]))
         return _binaries[key]
 
 
-# Raise this number where a binary that was stored before is not what would be compiled now.
+# Raise this number where a binary that was stored before is not what would be compiled now, or has other fields.
 SCHEMA = 3
-
-
-def _stored(key: str) -> Binary | None:
-    """The binary that `cache` has under the key; None where it has none."""
-    entry = cache.load(key) or {}
-    kinds = {"name": str, "shared": int, "code": str}
-    if {name: type(value) for name, value in entry.items()} != kinds:
-        return None
-    return Binary(**entry)
 
 
 def _key(source: Any, backend: Any, options: Any) -> str:

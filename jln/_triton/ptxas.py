@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import subprocess
-from typing import NamedTuple
 
 from jaxlib import gpu_triton
 
@@ -17,15 +16,8 @@ TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
 LEAST, FAULTY = (11, 8, 0), (12, 3, 103)  # jaxlib passes by older ones, and by this one
 
 
-class Ptxas(NamedTuple):
-    """An assembler. version: that of its CUDA."""
-
-    path: str
-    version: tuple[int, ...]
-
-
-def found() -> Ptxas | None:
-    """The assembler that jaxlib takes; None where it finds none, or has no CUDA plugin.
+def found() -> str | None:
+    """The path of the assembler that jaxlib takes; None where it finds none, or has no CUDA plugin.
 
     It is the first of these places, in the order of XLA's `FindCudaExecutable`: PATH is before the plugin's own.
     """
@@ -35,8 +27,8 @@ def found() -> Ptxas | None:
 
 
 @functools.cache
-def _first(path: str, library: str) -> Ptxas | None:
-    """The assembler that jaxlib takes with this PATH and this library of its plugin. jaxlib, too, looks once."""
+def _first(path: str, library: str) -> str | None:
+    """The path of the assembler for this PATH and this library of jaxlib's plugin. jaxlib, too, looks once."""
     plugin = pathlib.Path(library).parent
     nvcc = "nvidia/cu13" if "cuda13" in plugin.name else "nvidia/cuda_nvcc"
     beside = [plugin / up for up in (f"../{nvcc}", f"../../{nvcc}", "cuda", "../../../..", "../../../../..")]
@@ -45,7 +37,7 @@ def _first(path: str, library: str) -> Ptxas | None:
         program = os.path.abspath(os.path.join(folder, "ptxas"))
         version = _version(program)
         if version is not None and version >= LEAST and version != FAULTY:
-            return Ptxas(program, version)
+            return program
     return None
 
 
@@ -53,8 +45,8 @@ def missing(chip: Chip) -> str | None:
     """The reason why jaxlib cannot make machine code of kernels for an NVIDIA chip; None where it can."""
     if (assembler := found()) is None:
         return "jaxlib finds no ptxas, which assembles kernels, on PATH, in /usr/local/cuda or beside its CUDA plugin"
-    refusal = None if chip.ptx_version is None else _refusal(assembler.path, chip.capability, chip.ptx_version)
-    return refusal and f"{assembler.path}, the first ptxas that jaxlib finds, takes no kernels for {chip}: {refusal}"
+    refusal = None if chip.ptx_version is None else _refusal(assembler, chip.capability, chip.ptx_version)
+    return refusal and f"{assembler}, the first ptxas that jaxlib finds, takes no kernels for {chip}: {refusal}"
 
 
 def _version(path: str) -> tuple[int, ...] | None:

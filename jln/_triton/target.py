@@ -22,7 +22,7 @@ from jln._triton.launch import INTERPRETED, Launch, Target  # noqa: F401  where 
 INSTALL = {
     "cuda": 'pip install -e ".[cuda13]" (or ".[cuda12]") in a clone of jln',
     "rocm": 'pip install -e ".[rocm7]" in a clone of jln',
-    "interpreter": 'pip install -e ".[test]" in a clone of jln, on Linux',
+    "cpu": 'pip install -e ".[test]" in a clone of jln, on Linux',
 }
 
 # JAX's platforms where `implementation=None` runs the kernels. On ROCm it is XLA until an AMD card has measured them.
@@ -128,43 +128,51 @@ def interpreting() -> bool:
 
 
 def target_chip() -> Chip | None:
-    """The chip that programs are lowered for: that of the target in use, else the default."""
-    used = _used.get()
-    return chips.default_chip() if used is None else used.chip
+    """The chip that programs are lowered for: that of the target in use, that of JLN_CHIP, or the first local GPU."""
+    if (used := _used.get()) is not None:
+        return used.chip
+    name = os.environ.get(chips.CHIP_VARIABLE)
+    return chips.named_chip(name) if name else chips.local_chip()
 
 
-def missing(platform: str | None = None) -> str | None:
-    """The reason why a kernel cannot be lowered in this process for "cuda" or "rocm"; None where it can.
+def missing(platform: str | None) -> str | None:
+    """The reason why kernels cannot run in a program that is lowered for `platform`; None where they can."""
+    return None if isinstance(_used.get(), Recorder) else next(_faults(platform), None)
 
-    platform: by default that of the chip which programs are lowered for, and CUDA without one.
-    """
-    if isinstance(_used.get(), Recorder):
-        return None
-    chip = target_chip()
-    platform = platform or ("cuda" if chip is None else chip.platform)
-    for package in ("triton",) if platform == "rocm" else ("triton", "jax_triton"):
+
+def _faults(platform: str | None) -> Iterator[str]:
+    """Yield what kernels lack, each with what to do; what comes first must be mended for the next to be asked."""
+    if platform not in INSTALL:
+        yield "the kernels are for NVIDIA and AMD GPUs, and this program is for another platform"
+        return
+    for package in ("triton", "jax_triton") if platform == "cuda" else ("triton",):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: {INSTALL[platform]}"
+            yield f"{package} is not installed: {INSTALL[platform]}"
+    if platform == "cpu":
+        if not interpreting():
+            yield (
+                "the kernels are for NVIDIA and AMD GPUs. To run them on the CPU, by Triton's interpreter (slowly), "
+                "set the environment variable TRITON_INTERPRET=1 before Python starts"
+            )
+        return
     if interpreting():
-        return "TRITON_INTERPRET=1 is set, which leaves nothing to compile: unset it"
-    from jln._triton import lowering
+        yield "TRITON_INTERPRET=1 is set, which leaves nothing to compile: unset it"
+    from jln._triton import lowering, ptxas
 
     if (reason := lowering.missing(platform)) is not None:
-        return f"{reason}: {INSTALL[platform]}"
+        yield f"{reason}: {INSTALL[platform]}"
+    chip = target_chip()
     if chip is None or chip.platform != platform:
         names = sorted(name for name, chip in chips.CHIPS.items() if chip.platform == platform)
         there = "there is no GPU in this process and no chip was named" if chip is None else f"the chip is {chip.name}"
-        return f"{there}: set {chips.CHIP_VARIABLE} to one of {', '.join(names)}"
-    if chip.is_amd and chip.architecture not in chips.SHARED_LIMIT:
-        known = sorted({str(chip) for chip in chips.CHIPS.values() if chip.is_amd})
-        return f"the kernels are for {', '.join(known)}, whose waves have 64 threads, and {chip.name} is {chip}"
-    local = chips.local_chip()
-    if platform == "cuda" and local is not None and local.platform == platform:  # else nothing is launched here
-        from jln._triton import ptxas
-
-        if (reason := ptxas.missing(chip)) is not None:
-            return f"{reason}: {INSTALL[platform]}"
-    return None
+        yield f"{there}: set {chips.CHIP_VARIABLE} to one of {', '.join(names)}"
+        return
+    known = sorted({str(chip) for chip in chips.CHIPS.values() if chip.is_amd})
+    if chip.is_amd and str(chip) not in known:
+        yield f"the kernels are for {', '.join(known)}, whose waves have 64 threads, and {chip.name} is {chip}"
+    is_here = (local := chips.local_chip()) is not None and local.platform == platform  # else nothing is launched here
+    if platform == "cuda" and is_here and (reason := ptxas.missing(chip)) is not None:
+        yield f"{reason}: {INSTALL[platform]}"
 
 
 def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) -> Target:
@@ -178,27 +186,15 @@ def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) ->
     used = _used.get()
     if isinstance(used, Recorder):
         return used
-    if isinstance(used, Interpreter):
-        return dataclasses.replace(used, of_program=None if add is None else OnHost(add))
-    if platform in ("cuda", "rocm"):
+    if not isinstance(used, Interpreter):
         if (reason := missing(platform)) is not None:
             raise RuntimeError(f"implementation='triton' cannot run: {reason}")
-        chip = target_chip()
-        assert chip is not None
-        return used or Gpu(chip)
-    if platform != "cpu":
-        raise RuntimeError("implementation='triton' runs on NVIDIA and AMD GPUs; this program is for another platform")
-    wanted = []
-    if importlib.util.find_spec("triton") is None:
-        wanted.append(f"install triton ({INSTALL['interpreter']})")
-    if not interpreting():
-        wanted.append("set the environment variable TRITON_INTERPRET=1 before Python starts")
-    if wanted:
-        raise RuntimeError(
-            "implementation='triton' runs on NVIDIA and AMD GPUs. To run the kernels on the CPU, by Triton's "
-            f"interpreter (slowly), {' and '.join(wanted)}"
-        )
-    return Interpreter(of_program=None if add is None else OnHost(add))
+        if platform != "cpu":
+            chip = target_chip()
+            assert chip is not None
+            return used or Gpu(chip)
+        used = Interpreter()
+    return dataclasses.replace(used, of_program=None if add is None else OnHost(add))
 
 
 def kernels(launcher: Callable[[], Callable[..., Any]]) -> Callable[..., Callable[..., Any] | str]:

@@ -79,7 +79,7 @@ COMPILED = [
         (f"{ASSEMBLED}test_it_is_the_first_that_is_new_enough",),
     ),
     Mutant(
-        "a ptxas not asked for", TARGET, "if (reason := ptxas.missing(chip)) is not None:", "if False:",
+        "a ptxas not asked for", TARGET, "and is_here and (reason", "and False and (reason",
         (f"{ASSEMBLED}test_without_one_jnp_runs", f"{ASSEMBLED}test_with_one_that_refuses_kernels_jnp_runs"),
     ),
 ]  # fmt: skip

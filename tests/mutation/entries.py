@@ -8,18 +8,6 @@ from targets import (
 
 ENTRIES = [
     Mutant(
-        "the key left out of an entry", CACHE, 'f"jln {key} {hashlib', 'f"jln {hashlib',
-        (f"{CACHED}test_entry_of_another_key_is_as_none_and_written_again",),
-    ),
-    Mutant(
-        "an entry's hash of its key alone", CACHE, "hashlib.sha256(packed)", "hashlib.sha256(key.encode())",
-        (f"{CACHED}test_entry_with_its_code_cut_short_is_as_none",),
-    ),
-    Mutant(
-        "an entry's first line not compared", CACHE, "if head != _head(key, packed):", "if not head:",
-        (f"{CACHED}test_entry_of_another_key_is_as_none_and_written_again",),
-    ),
-    Mutant(
         "another user's entry taken", CACHE, "status.st_uid not in (0, os.geteuid()) or ", "",
         (f"{CACHED}test_entry_of_another_user_is_not_taken_but_replaced",),
     ),

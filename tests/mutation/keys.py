@@ -171,7 +171,7 @@ KEYS = (
     Mutant(
         "errors of a trace that name fuse's own function",
         TRANSFORMATION,
-        "        flat.__name__ = remarks.name",
+        "        flat.__name__ = name",
         "        pass",
         (f"{CALLS}test_errors_of_a_trace_name_the_users_function",),
     ),

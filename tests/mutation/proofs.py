@@ -114,9 +114,9 @@ PROOFS = [
     Mutant(
         "tiles that no kernel can run",
         TUNING,
-        '_key(entry["choice"], h, entry["itemsize"], tiles): tiles',
-        '(entry["choice"], h, entry["itemsize"]): tiles',
-        ("tests/triton/test_tuning.py::test_an_entry_that_no_kernel_can_run_is_said_once_and_left_out[absurd stages]",),
+        'if (fault := _fault(entry["choice"], h, tiles)) is not None:',
+        "if fault := None:",
+        ("tests/triton/test_tuning.py::test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out[absurd warps]",),
     ),
     # Explaining
     Mutant(

@@ -198,14 +198,14 @@ JUNCTION = {
     "x_bias is a number": (TypeError, r"x_bias must be an array; got float", {"x_bias": 1.0}),
     "x_bias is an integer array": (TypeError, r"x_bias must have one of the dtypes .*got int32\[8\]",
                                    {"x_bias": jnp.ones(8, "int32")}),
-    "gate is too long": (ValueError, r"gate must be a number, have shape \(8,\), that of x's axes \(2,\), or x's rank, "
+    "gate is too long": (ValueError, r"gate must have shape \(8,\), that of x's axes \(2,\), or x's rank, "
                          r"with 1 or x's size on every other axis and on all of \(2,\) together; got float32\[9\] for "
                          r"x float32\[2,4,8\]", {"gate": jnp.ones(9, "float32")}),
-    "gate has another number of examples": (ValueError, r"gate must be .*got float32\[3,1,8\]",
+    "gate has another number of examples": (ValueError, r"gate must have .*got float32\[3,1,8\]",
                                             {"gate": jnp.ones((3, 1, 8), "float32")}),
-    "gate has part of H": (ValueError, r"gate must be .*got float32\[2,1,4\]",
+    "gate has part of H": (ValueError, r"gate must have .*got float32\[2,1,4\]",
                            {"gate": jnp.ones((2, 1, 4), "float32")}),
-    "gate lacks an axis": (ValueError, r"gate must be .*got float32\[2,4\]", {"gate": jnp.ones((2, 4), "float32")}),
+    "gate lacks an axis": (ValueError, r"gate must have .*got float32\[2,4\]", {"gate": jnp.ones((2, 4), "float32")}),
     "gate is an integer array": (TypeError, r"gate must have one of the dtypes .*got int32\[8\]",
                                  {"gate": jnp.ones(8, "int32")}),
     "gate is a mask": (TypeError, r"gate must have one of the dtypes .*got bool\[2,1,1\]",
@@ -297,11 +297,9 @@ def test_errors_come_while_tracing():
 DTYPE = "must have one of the dtypes .*got"
 # Odd arrays by what they are: how one is made of a right array, and what the error says after the argument's name.
 ODD_ARRAYS = {
-    "in another byte order": (lambda a: a.astype(a.dtype.newbyteorder()), DTYPE + r" float32\[.* in another byte order "
-                              r"than this machine's: {name}\.astype\('float32'\)"),
+    "in another byte order": (lambda a: a.astype(a.dtype.newbyteorder()), DTYPE + r".* in another byte order"),
     "long": (lambda a: a.astype(np.clongdouble).real, DTYPE + r" float(128|96|64)\["),
     "of records": (lambda a: np.zeros(a.shape, [("mean", "f4"), ("n", "i4")]), DTYPE + " void64"),
-    "of foreign records": (lambda a: np.zeros(a.shape, [("mean", ">f4")]), DTYPE + r" void32\[[0-9,]*\]$"),
     "of objects": (lambda a: a.astype(object), DTYPE + r" object\["),
     "of strings": (lambda a: a.astype(np.dtypes.StringDType()), DTYPE + " StringDType"),
     "of NumPy's integers": (lambda a: a.astype(np.int64), DTYPE + r" int64\["),

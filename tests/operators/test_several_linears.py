@@ -313,7 +313,7 @@ def test_only_the_total_is_kept_of_its_size(features, forward_mode, implementati
 K = jnp.ones((8, 3), "float32")
 X = jnp.ones((4, 8), "float32")
 ERRORS = {
-    "a list": (TypeError, r"kernel must be an array; got list \(several Linears are a tuple of arrays\)", [K, K], None),
+    "a list": (TypeError, r"kernel must be an array; got list", [K, K], None),
     "nothing": (ValueError, r"kernel must have at least one array; got \(\)", (), None),
     "a tuple in a tuple": (TypeError, r"kernel\[1\] must be an array; got tuple", (K, (K, K)), None),
     "None": (TypeError, r"kernel\[0\] must be an array; got NoneType", (None, K), None),
@@ -321,13 +321,12 @@ ERRORS = {
                   (K, jnp.ones((9, 3), "float32")), None),
     "an integer kernel": (TypeError, r"kernel\[1\] must have one of the dtypes", (K, K.astype("int32")), None),
     "fewer biases": (ValueError, r"bias must have an array or None for each of 2 kernels; got 1", (K, K), (None,)),
-    "a bias for all": (TypeError, r"bias must be None or a tuple of arrays and Nones.*got float32\[3\]",
+    "a bias for all": (TypeError, r"bias must be None or a tuple of arrays and Nones.*got ArrayImpl",
                        (K, K), jnp.ones(3, "float32")),
     "a list of biases": (TypeError, r"bias must be None or a tuple.*got list", (K, K), [None, None]),
     "another bias": (ValueError, r"bias\[1\] must have shape \(3,\), that of kernel\[1\]'s axes after the first",
                      (K, K), (None, jnp.ones(4))),
-    "several biases of one kernel": (TypeError, r"bias must be an array; got tuple, where kernel is one array",
-                                     K, (jnp.ones(3),)),
+    "several biases of one kernel": (TypeError, r"bias must be an array; got tuple", K, (jnp.ones(3),)),
 }  # fmt: skip
 
 

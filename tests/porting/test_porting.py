@@ -68,12 +68,6 @@ def test_checkify_asks_a_table_of_primitives():
     assert parameters(checkify.nan_error_check)[0] == "prim"
 
 
-def test_jax_complains_of_devices_where_it_did():
-    from jax._src import xla_bridge
-
-    assert xla_bridge.logger.name == "jax._src.xla_bridge"
-
-
 def test_tritons_interpreter_is_made_of_what_it_was():
     from triton.runtime import interpreter
 

@@ -236,8 +236,8 @@ QUICK = "from jln.testing import operators; operators.SIZES = (((3, 4), (2,)),)"
 ERRORS = {
     ("chekc",): "invalid choice: 'chekc'",
     ("check", "layernorm"): "unknown operator layernorm; known are add_layer_norm",
-    ("check", "--dtype", "float8"): "unknown dtype float8; known are bfloat16",
-    ("check", "--implementation", "cuda"): "unknown implementation cuda; known are triton, xla",
+    ("check", "--dtype", "float8"): "invalid choice: 'float8' (choose from",
+    ("check", "--implementation", "cuda"): "invalid choice: 'cuda' (choose from",
 }
 
 

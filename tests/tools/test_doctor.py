@@ -20,7 +20,7 @@ def quick(monkeypatch):
 
 
 def run(capsys):
-    status = doctor.run()
+    status = doctor.run(doctor.devices())
     return status, capsys.readouterr().out
 
 
@@ -44,18 +44,13 @@ class AmdGpu(Gpu):
 
 
 def test_doctor_says_where_tiles_are_from(quick, capsys, monkeypatch, tmp_path):
-    rules = "by rules of row length, layout, dtype and chip"
-    assert f"Tiles of the kernels: {rules}.\n" in run(capsys)[1]
     monkeypatch.setenv(CHIP_VARIABLE, "h200")
     path = tmp_path / "h200.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     entry = {"choice": "forward", "h": [128, 256], "itemsize": 2, "tiles": [[4, 128, 2, 1, 1]]}
     path.write_text(json.dumps({"chip": "h200", "entries": [entry]}))
     status, out = run(capsys)
-    assert status == 0 and f"Tiles of the kernels: 2 as measured, of {path}; others {rules}.\n" in out
-    path.write_text("{")
-    status, out = run(capsys)
-    assert status == 1 and f"BROKEN: jln leaves out of its tuning file {path}: JSONDecodeError: " in out
+    assert status == 0 and f"2 of their tiles are as measured, of {path}.\n" in out
     monkeypatch.setenv(CHIP_VARIABLE, "h2000")
     assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys)[1]
 
@@ -63,9 +58,9 @@ def test_doctor_says_where_tiles_are_from(quick, capsys, monkeypatch, tmp_path):
 def test_doctor_says_where_compiled_kernels_are(quick, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     cache.store("key", {})
-    assert f"Compiled kernels: 1 of at most {cache.LIMIT} in {tmp_path}." in run(capsys)[1]
+    assert f"Compiled kernels: 1 in {tmp_path}." in run(capsys)[1]
     monkeypatch.setenv(cache.VARIABLE, "")
-    assert "Compiled kernels are not kept, as JLN_CACHE_DIR says." in run(capsys)[1]
+    assert "Compiled kernels: not kept." in run(capsys)[1]
 
 
 @pytest.mark.filterwarnings("ignore:jln runs")
@@ -80,7 +75,7 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     monkeypatch.setattr(doctor.target, "missing", lambda platform=None: None)
     rows = {name: row for name, *row in doctor.choices(Gpu())}
     assert rows["layer_norm"] == ["triton", "forward_kernel", "backward_kernel, reduce_kernel"]
-    fused = "row_sums_of_product_kernel, backward_kernel, parameters_kernel"
+    fused = "row_sums_kernel, backward_kernel, parameters_kernel"
     assert rows["layer_norm_linear, few features"][2] == fused
     assert rows["layer_norm_linear"][2].startswith("backward_kernel, reduce_kernel")
     monkeypatch.setattr(doctor.target, "missing", lambda platform=None: "jax_triton is not installed")
@@ -90,7 +85,7 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
 
 def test_doctor_says_that_an_amd_gpu_runs_xla_unless_asked(quick, capsys, monkeypatch):
     monkeypatch.setenv(CHIP_VARIABLE, "mi300x")
-    asked = 'On mi300x None stays XLA until a card has measured the kernels; implementation="triton" asks for them'
+    asked = 'None stays XLA until a card has measured the kernels; implementation="triton" asks for them'
     assert asked in run(capsys)[1]
     monkeypatch.undo()
     monkeypatch.setenv(CHIP_VARIABLE, "mi300x")
@@ -125,7 +120,7 @@ def test_doctor_finds_a_gpu_that_is_not_used(quick, capsys, monkeypatch, tmp_pat
     monkeypatch.setattr(doctor, "DEVICE_FILES", tmp_path)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     status, out = run(capsys)
-    assert status == 1 and "JAX_PLATFORMS=cpu hides it" in out
+    assert status == 1 and "JAX_PLATFORMS=cpu may hide it" in out
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "JAX does not see it: pip install" in run(capsys)[1]
-    assert doctor._idle_gpu([Gpu()])[0].startswith("the GPU runs jln without its Triton kernels: ")
+    assert next(doctor._idle_gpu([Gpu()])).startswith("the GPU runs jln without its Triton kernels: ")

@@ -73,8 +73,7 @@ for platform in ("cpu", "cuda", "rocm"):
     cpu, cuda, rocm = python(code, TRITON_INTERPRET=interpret).splitlines()
     assert cuda.endswith('triton is not installed: pip install -e ".[cuda13]" (or ".[cuda12]") in a clone of jln')
     assert rocm.endswith('triton is not installed: pip install -e ".[rocm7]" in a clone of jln')
-    assert '(slowly), install triton (pip install -e ".[test]" in a clone of jln' in cpu
-    assert ("and set the environment variable TRITON_INTERPRET=1" in cpu) == (interpret == "0")
+    assert cpu.endswith('triton is not installed: pip install -e ".[test]" in a clone of jln, on Linux')
 
 
 def test_triton_imported_too_early_says_so():

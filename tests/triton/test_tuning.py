@@ -33,16 +33,13 @@ def write(path, *entries, chip="h200"):
     return path
 
 
-def test_the_named_file_goes_before_the_packages_and_both_before_the_rules(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "PACKAGED", tmp_path)
+def test_the_named_file_goes_before_the_rules(tmp_path, monkeypatch):
     monkeypatch.delenv(tuning.VARIABLE, raising=False)
     assert chosen() == RULE != OTHER
-    write(tmp_path / "h200.json", entry(OTHER, h=(128, 64)))
-    assert chosen() == OTHER == chosen(h=64) and chosen(CHIPS["h100"]) == RULE
-    write(tmp_path / "mine.json", entry(Tile(2, 128, 1)))
+    write(tmp_path / "mine.json", entry(OTHER, h=(128, 64)))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(tuning.VARIABLE, "~/mine.json")
-    assert chosen() == Tile(2, 128, 1) and chosen(h=64) != OTHER
+    assert chosen() == OTHER == chosen(h=64)
     monkeypatch.setenv(tuning.VARIABLE, "")
     assert chosen() == RULE
 
@@ -112,48 +109,32 @@ def test_choices_cannot_depend_on_the_number_of_rows(choose):
 
 GOOD = entry(OTHER)
 ENTRIES = {
-    "a number": (7, "entry 1: TypeError: "),
+    "a number": (7, "TypeError: "),
     "an unknown choice": (GOOD | {"choice": "sideways"}, "'sideways' has 1 tiles"),
-    "a list of choices": (GOOD | {"choice": ["forward"]}, "has 1 tiles"),
     "no tiles": ({k: v for k, v in GOOD.items() if k != "tiles"}, "KeyError: 'tiles'"),
     "two tiles forward": (entry(OTHER, OTHER), "'forward' has 2 tiles"),
-    "a fraction": (GOOD | {"tiles": [[4, 128, 2.0, 1, 1]]}, "warps cannot be 2.0"),
-    "true": (GOOD | {"tiles": [[True, 128, 2, 1, 1]]}, "rows cannot be True"),
+    "a fraction": (GOOD | {"tiles": [[4, 128, 2.5, 1, 1]]}, "AttributeError: "),
     "too many numbers": (GOOD | {"tiles": [[4, 128, 2, 1, 1, 9]]}, "TypeError: "),
-    "no power of 2": (entry(Tile(3, 128, 2)), "rows cannot be 3"),
-    "no columns": (entry(Tile(4, 0, 2)), "columns cannot be 0"),
-    "absurd warps": (entry(Tile(4, 128, 64)), "warps cannot be 64"),
-    "absurd stages": (entry(Tile(4, 128, 2, 99)), "stages cannot be 99"),
-    "no stages": (entry(Tile(4, 128, 2, 0)), "stages cannot be 0"),
-    "no programs": (entry(Tile(4, 128, 2, 1, 0)), "programs_per_core cannot be 0"),
-    "no length": (entry(OTHER, h=(0,)), "no rows of 0 elements"),
-    "too much to hold": (entry(Tile(1024, 128, 1)), "would hold more than 128 elements"),
-    "a word for a length": (entry(OTHER, h=(128, "x")), "no rows of 'x' elements of 2 bytes"),
-    "true for a length": (entry(OTHER, h=(128, True)), "no rows of True elements"),
-    "bytes in words": (entry(OTHER, itemsize="two"), "no rows of 128 elements of 'two' bytes"),
+    "no power of 2": (entry(Tile(3, 128, 2)), "has numbers that it cannot have"),
+    "no columns": (entry(Tile(4, 0, 2)), "has numbers that it cannot have"),
+    "absurd warps": (entry(Tile(4, 128, 64)), "is too large"),
+    "no stages": (entry(Tile(4, 128, 2, 0)), "has numbers that it cannot have"),
+    "no programs": (entry(Tile(4, 128, 2, 1, 0)), "has numbers that it cannot have"),
+    "too much to hold": (entry(Tile(1024, 128, 1)), "is too large"),
     "half of the lengths": (entry(OTHER, choice="backward", h=(128, 4096)), "128 columns of 4096 have no row sums"),
-    "a row without sums": (entry(OTHER, choice="backward", h=(4096,)), "128 columns of 4096 have no row sums"),
 }
 
 
 @pytest.mark.parametrize("case", ENTRIES)
-def test_an_entry_that_no_kernel_can_run_is_said_once_and_left_out(case, tuning_file):
+def test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out(case, tuning_file):
     bad, why = ENTRIES[case]
     write(tuning_file, entry(Tile(1, 64, 2), h=(64,)), bad)
     with pytest.warns(UserWarning) as said:
         assert chosen() == RULE
     (warning,) = said
-    assert str(tuning_file) in str(warning.message) and "entry 1: " in str(warning.message)
-    assert why in str(warning.message)
-    assert tiles.backward(128, 2, False, False, Target(H200)).tile != OTHER  # nor is a part of it taken
-    assert chosen() == RULE and chosen(h=64) == Tile(1, 64, 2)  # warnings are errors here: it is not said again
-
-
-def test_many_faults_are_one_warning(tuning_file):
-    write(tuning_file, *[7] * 50, entry(OTHER))
-    with pytest.warns(UserWarning, match="; and 47 more$") as said:
-        assert chosen() == OTHER
-    assert len(said) == 1 and len(str(said[0].message)) < 600
+    assert str(tuning_file) in str(warning.message) and why in str(warning.message)
+    assert tiles.backward(128, 2, False, False, Target(H200)).tile != OTHER
+    assert chosen() == RULE and chosen(h=64) != Tile(1, 64, 2)  # warnings are errors here: it is not said again
 
 
 FILES = {
@@ -162,10 +143,7 @@ FILES = {
     "a list": ("[]", "TypeError"),
     "no entries": ('{"chip": "h200"}', "KeyError: 'entries'"),
     "another chip's": ('{"chip": "h100", "entries": []}', "it is of the chip 'h100', and this one is 'h200'"),
-    "nested without end": ("[" * 100_000, "RecursionError"),
-    "a folder": (lambda path: path.mkdir(), "it is no regular file"),
-    "a pipe without a writer": (os.mkfifo, "it is no regular file"),
-    "a device without end": (lambda path: path.symlink_to("/dev/zero"), "it is no regular file"),
+    "a folder": (lambda path: path.mkdir(), "IsADirectoryError"),
     "missing": (lambda path: None, "No such file"),
 }
 
