@@ -43,7 +43,8 @@ def add_layer_norm(
         `x` others read too. Where they read `total`, their gradient is added in the kernel of the norm's.
       x_bias: the bias of the Linear that made `x`: the normalised axes' shape; any supported dtype. None: no bias.
       gate: a factor of the branch: LayerScale, a gate of adaLN, of stochastic depth. Of the shapes of `scale`, with
-        `x`'s rank also 1 on the normalised axes; or a number, static or an array. None: 1.
+        `x`'s rank also 1 on the normalised axes; or a number, static or an array. Where each row has a number of its
+        own, plain jnp runs. None: 1.
       dtype: of `y`, as of `layer_norm`.
       x, scale, offset, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
 
