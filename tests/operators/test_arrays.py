@@ -5,11 +5,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import workbench
-from catalogue import FORMS
-from jln._core.operation import LinearOperation, Operation
 from jln._junction import launches, operations
 from jln._junction.arrays import (
     OPERANDS,
@@ -24,48 +21,6 @@ from jln._junction.arrays import (
 )
 from jln._triton.chip import CHIPS
 from jln._triton.target import Recorder
-
-OPERATIONS = {a._primitive: a for a in vars(operations).values() if isinstance(a, Operation)}
-
-
-def equations(jaxpr):
-    """Yield the equations of a jaxpr and of those within it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(inner, ClosedJaxpr | Jaxpr):
-                    yield from equations(getattr(inner, "jaxpr", inner))
-
-
-@pytest.mark.parametrize("over", ["nothing", "x", "parameters", "all"])
-@pytest.mark.parametrize("name", FORMS)
-def test_the_shapes_of_results_are_those_of_the_formulas(name, over):
-    """The table's shapes are those that tracing finds, with vmap's axis on some operands or on all."""
-    form = FORMS[name]
-    sizes = {"x": (6, 8), "residual": (6, 8), "z": (6, 8), "kernel": (8, 5), "bias": (5,)}
-    operands = [workbench.normal(i, sizes.get(n, (8,)), "bfloat16") for i, n in enumerate(form.names)]
-    large = {"x", "residual", "z"}
-    chosen = {"nothing": set(), "x": {"x"}, "parameters": {*form.names} - large, "all": {*form.names}}[over]
-    operands = [jnp.stack([a] * 3) if n in chosen else a for n, a in zip(form.names, operands, strict=True)]
-    function = form.in_order(form.function, implementation="triton")  # of which no example is plain jnp's
-    if chosen:
-        function = jax.vmap(function, in_axes=[0 if n in chosen else None for n in form.names])
-
-    def loss(*operands):
-        return sum(jnp.sum(a.astype("float32") ** 2) for a in jax.tree.leaves(function(*operands)))
-
-    program = jax.make_jaxpr(jax.grad(loss, argnums=range(len(operands))))(*operands)
-    seen = [e for e in equations(program.jaxpr) if e.primitive in OPERATIONS]
-    assert seen
-    for equation in seen:
-        operation, request = OPERATIONS[equation.primitive], equation.params["request"]
-        given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
-        tree = equation.params["tree"]
-        traced = jax.eval_shape(lambda *a: operation._formula(tree.unflatten(a), *request.arguments()), *given)  # noqa: B023
-        found = [(v.aval.shape, v.aval.dtype) for v in equation.outvars]
-        assert found == [(a.shape, a.dtype) for a in jax.tree.leaves(traced)]
-        assert isinstance(operation, LinearOperation) or operation._shapes is not None
 
 
 def test_every_array_has_a_line_that_names_others():
@@ -150,14 +105,10 @@ def test_eight_bits_are_made_of_what_their_lines_say(wanted, blocks, both_sides)
     results = operations.forward._formula(read, norm, every, 0)
     recorder = Recorder(CHIPS["h200"])
     launched = jax.eval_shape(lambda read: launches.forward(read, norm, every, 0, recorder), read)
-    shapes = operations.forward._shapes(read, norm, every, 0)
     for name in wanted:
         assert jnp.array_equal(getattr(results, name), getattr(expected, name))
-        for of in (results, launched):
-            assert (getattr(of, name).shape, getattr(of, name).dtype) == (
-                getattr(shapes, name).shape,
-                getattr(shapes, name).dtype,
-            )
+        formula, kernels = (getattr(of, name) for of in (results, launched))
+        assert (formula.shape, formula.dtype) == (kernels.shape, kernels.dtype)
 
 
 def test_results_are_made_of_operands():
