@@ -133,6 +133,20 @@ def of_vjp(function):
     return run
 
 
+# MB, of 1174 and 1260 that a tuple of three kernels moves.
+@pytest.mark.parametrize(("n", "megabytes"), [(16, 281), (64, 316)])
+def test_several_linears_of_few_features_as_one(n, megabytes):
+    """One Linear of all features, whose result is split, is fused, where several are composed."""
+
+    def apart(x, scale, *kernels):
+        return tuple(jnp.split(jln.rms_norm_linear(x, scale, jnp.concatenate(kernels, -1)), 3, -1))
+
+    dy, x, scale, _, kernel, _ = arguments(8192, 4096, n, "bfloat16")
+    report = program.compile_for(of_vjp(apart), (dy,) * 3, x, scale, *[kernel] * 3)
+    assert [k.is_triton for k in report.kernels].count(True) == 4
+    assert round(report.bytes_total / MB) <= megabytes
+
+
 # How products are multiplied, as a process has it from the start: in Triton kernels of XLA's, or by cuBLAS alone.
 PRODUCTS = {
     "XLA": ("", {}, 1600, 202),
@@ -177,7 +191,7 @@ def test_float32_products_are_xlas():
 # gate and up: 2989 and 3062, and with a residual 3190 and 3264.
 # q, k and v of 1024, with biases: 1044 and 1086, and with a residual 1144 and 1187.
 # q, k and v behind RMSNorms on both sides of a sum: 2088 and 2156; behind LayerNorms: 2599 and 2672.
-# Small heads in one kernel: 316 and 1332. Adapters: 281 and 1245.
+# Small heads: 1260 and 1327. Adapters: 1174 and 1241.
 SEVERAL = [name for name, w in WORKLOADS.items() if len(w.all_features) > 1]
 
 
@@ -188,4 +202,4 @@ def test_several_linears_move_less_than_the_norm_and_separate_products(name):
         program.compile_for(workload.step(PEERS[by].function(workload)), *workload.step_arguments()).bytes_total
         for by in ("jln", "jln-norm")
     )
-    assert ours <= (0.98 if sum(workload.all_features) > 256 else 0.25) * apart
+    assert ours <= 0.98 * apart
