@@ -26,7 +26,6 @@ FUSED = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 FUSED_MMA = dataclasses.replace(FUSED, chip="small-a100")
 FUSED_SUM = Case("add_layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 COMPOSED_SUM = Case("add_layer_norm_linear", (37, 128), "bfloat16", "small-h200", (300,))
-SEVERAL = Case("layer_norm_linear", (70, 64), "bfloat16", "small-h200", ((8,), (8,), (8,)), unbiased=(1,))
 
 
 def noticed(case, edit=None) -> str | None:
@@ -160,7 +159,6 @@ SOURCES = [
      "tl.store(total_ptr + base + start[:, None] + column[None, :], total, mask=mask)", "pass"),
     ("a sum's mask dropped, fused", FUSED_SUM, LINEARS,
      "+ column[None, :], total, mask=mask)", "+ column[None, :], total)"),
-    ("results parted at the wrong place", SEVERAL, LINEAR_LAUNCH, "start += n", "start = n"),
     ("a bias not added", FUSED, LINEARS, "constant = load_vector(bias_ptr", "constant = 0.0 * load_vector(bias_ptr"),
     # Operands and shares, which the kernels find by name.
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
@@ -182,10 +180,9 @@ SOURCES = [
     ("a shared operand not said to be", GROUPS, GEOMETRY, "return tuple(shared), Arrays(", "return (), Arrays("),
     ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH,
      "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
-    ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=splits * chunks",
-     "programs=(splits - 1) * chunks"),
-    ("c2 for c1, fused", FUSED, LINEAR_LAUNCH,
-     '{name: row_sums[name] for name in ("c1", "c2")}', '{name: row_sums["c2"] for name in ("c1", "c2")}'),
+    ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=plan.splits * ceil_div",
+     "programs=(plan.splits - 1) * ceil_div"),
+    ("c2 for c1, fused", FUSED, LINEAR_LAUNCH, '"c1": row_sums["c1"],', '"c1": row_sums["c2"],'),
     ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH,
      '"scale": operands.scale if', '"scale": operands.offset if'),
 ]  # fmt: skip

@@ -61,15 +61,15 @@ def test_xla_makes_cudnns_norm_of_what_bench_times_as_such():
 
 def test_a_table_of_what_was_asked_for():
     """The peer jln-norm is there for Linears only, as a norm alone would be compared with itself."""
-    status, out = run("decode-4", "adapters", "--peers", "jln-norm,jnp")
+    status, out = run("decode-4", "router", "--peers", "jln-norm,jnp")
     rows = [line.split() for line in out.splitlines() if line.startswith("  ")][1:]
     assert status == 0 and "Skipped jln-norm for decode-4: a norm by itself is jln's own." in out
     assert [row[:5] for row in rows] == [
         ["decode-4", "rms_norm", "4x4096", "jln", "1"],
         ["decode-4", "rms_norm", "4x4096", "jnp", "1"],
-        ["adapters", "rms_norm_linear", "8192x4096", "16+16+16", "jln"],
-        ["adapters", "rms_norm_linear", "8192x4096", "16+16+16", "jln-norm"],
-        ["adapters", "rms_norm_linear", "8192x4096", "16+16+16", "jnp"],
+        ["router", "rms_norm_linear", "8192x4096", "64", "jln"],
+        ["router", "rms_norm_linear", "8192x4096", "64", "jln-norm"],
+        ["router", "rms_norm_linear", "8192x4096", "64", "jnp"],
     ]
     ratios = [float(row[-3]) for row in rows[2:]]
     assert ratios[0] < 1.5 < min(ratios[1:])  # as a multiple of every array once
@@ -79,7 +79,7 @@ def test_kernels_by_themselves():
     status, out = run("router", "--kernels", "--chip", "h100")
     assert status == 0 and "Kernels for h100 (sm_90)" in out and "the most of all" in out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("  router")] == [
-        *("forward_kernel", "row_sums_of_product_kernel", "backward_kernel", "parameters_kernel"),
+        *("forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"),
     ]
 
 

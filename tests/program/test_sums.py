@@ -142,5 +142,6 @@ def test_a_gate_that_is_one_number(gate):
         return results, pullback(cotangents)
 
     report = program.compile_for(step, x, x, p, p, given, (x, x))
-    assert len(triton_kernels(report)) == 3 and report.launches <= 5  # XLA's: a float32 gate along H, and its sums
+    # XLA's are small: gate and parameters of each example along H, and the sums of their gradients.
+    assert len(triton_kernels(report)) == 3 and report.launches <= (9 if given else 4)
     assert report.bytes_total <= 1.02 * (4 + 5 + bool(given)) * 2 * 128 * 256 * 1024
