@@ -54,12 +54,11 @@ class Rules:
 
     def operator(self, widen: Widen, plain: Plain) -> Callable[..., Any]:
         """Return the differentiable function `operator(settings, operands, forward_mode)`."""
-        value, saving, gradients = map(_in_own_modes, (self._value, self._saving, self._gradients))
-        reverse = jax.custom_vjp(value, nondiff_argnums=(0,))
-        reverse.defvjp(saving, gradients, symbolic_zeros=True)
-        once = in_reverse_mode(value, reverse, _in_own_modes(widen), plain)
-        forward = jax.custom_jvp(value, nondiff_argnums=(0,))
-        forward.defjvp(_in_own_modes(self._tangents), symbolic_zeros=True)
+        reverse = jax.custom_vjp(self._value, nondiff_argnums=(0,))
+        reverse.defvjp(self._saving, self._gradients, symbolic_zeros=True)
+        once = in_reverse_mode(self._value, reverse, widen, plain)
+        forward = jax.custom_jvp(self._value, nondiff_argnums=(0,))
+        forward.defjvp(self._tangents, symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
             operands = vary_together(operands)
@@ -67,9 +66,11 @@ class Rules:
 
         return operator
 
+    @own_modes()
     def _value(self, settings, operands):
         return _batch_together(self.value(settings, operands))
 
+    @own_modes()
     def _saving(self, settings, operands):
         primals, tree = jax.tree.flatten(operands)  # each a CustomVJPPrimal
         dtypes = tree.unflatten([a.value.dtype.name for a in primals])
@@ -79,11 +80,13 @@ class Rules:
         kept = tree.unflatten([a.nothing() if isinstance(a, Unneeded) else a for a in leaves])
         return _batch_together(results), (kept, _Static(dtypes), _residuals_of(flags))
 
+    @own_modes()
     def _gradients(self, settings, residuals, cotangents):
         saved, dtypes, flags = residuals
         wanted = _only(dtypes.value, _flags_of(flags))
         return (self.gradients(settings, saved, _without_zeros(cotangents), wanted),)
 
+    @own_modes()
     def _tangents(self, settings, primals, tangents):
         (operands,), (tangents,) = primals, tangents
         flags = [not isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)]
@@ -93,17 +96,6 @@ class Rules:
         results, saved = self.saving(settings, operands, wanted)
         saved = jax.tree.map(lambda a: None if isinstance(a, Unneeded) else a, saved)
         return _batch_together(results), self.tangents(settings, operands, saved, tangents, results)
-
-
-def _in_own_modes(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace a rule in the package's own modes of JAX."""
-
-    @functools.wraps(rule)
-    def call(*arguments: Any) -> Any:
-        with own_modes():
-            return rule(*arguments)
-
-    return call
 
 
 def name_statistics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -203,13 +203,18 @@ class Operation(Generic[Operands, Results]):
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot run {reason}")
             implementation = "xla"
-        if spread is not None and self._before_spread is not None:
+        if spread is not None and (change := self._before_spread) is not None:
             shapes = tree.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in])
-            if jax.tree.structure(jax.eval_shape(self._before_spread, shapes)) != tree:
-                again = self._with_operands(self._before_spread, tree, request, implementation)
+            if jax.tree.structure(jax.eval_shape(change, shapes)) != tree:
+
+                def again(*operands):
+                    given = change(tree.unflatten(operands))
+                    return jax.tree.leaves(self(given, *request.arguments(), implementation=implementation))
+
                 return mlir.lower_fun(again, multiple_results=True)(ctx, *operands)
         add = None if spread is None else functools.partial(_add_host_callback, ctx.module_context)
-        compute = self._chosen(platform, implementation, add)
+        formula = {"cpu": self._formula_cpu, "tpu": self._formula_tpu}.get(platform or "", self._formula)
+        compute = formula if implementation == "xla" else self._by_kernels(platform, implementation, add) or formula
         function = _on_leaves(compute, tree, request)
         if spread is not None:
             assert self._layout is not None
@@ -218,7 +223,6 @@ class Operation(Generic[Operands, Results]):
             arrays = [(a.shape, a.dtype) for a in ctx.avals_in]
             what = self._primitive.name, platform, implementation, target and target.made_of()
             name = identity(what, arrays, tree, request, spread)
-            formula = self._formula_on(platform)
             exact = dataclasses.replace(request, dtypes=layout.widen(request.dtypes))
             of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else formula
 
@@ -231,29 +235,14 @@ class Operation(Generic[Operands, Results]):
                 function = partition(function, shares, layout, spread, implementation != "triton", name)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
-    def _with_operands(self, changed, tree, request, implementation) -> Callable[..., Any]:
-        """The operation of operands that are `changed` first."""
-
-        def call(*operands):
-            given = changed(tree.unflatten(operands))
-            return jax.tree.leaves(self(given, *request.arguments(), implementation=implementation))
-
-        return call
-
-    def _formula_on(self, platform: str | None) -> Callable[..., Results]:
-        return {"cpu": self._formula_cpu, "tpu": self._formula_tpu}.get(platform or "", self._formula)
-
-    def _chosen(self, platform: str | None, implementation: str | None, add: Any) -> Callable[..., Results]:
-        """The function that computes the operation on `platform`. add: as the operation's kernels take it."""
-        formula = self._formula_on(platform)
-        if implementation == "xla" or self._kernels is None:
-            return formula
-        by_kernels = self._kernels(platform, implementation == "triton", add)
-        if not isinstance(by_kernels, str):
-            return by_kernels
-        if by_kernels:
-            warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {by_kernels}", stacklevel=2)
-        return formula
+    def _by_kernels(self, platform: str | None, implementation: str | None, add: Any) -> Callable[..., Results] | None:
+        """The operation by its kernels; None where they do not run. add: as the operation's kernels take it."""
+        found = "" if self._kernels is None else self._kernels(platform, implementation == "triton", add)
+        if not isinstance(found, str):
+            return found
+        if found:
+            warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {found}", stacklevel=2)
+        return None
 
 
 def _nothing(a: Any) -> Any:

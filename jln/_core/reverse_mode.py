@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from jln._core.modes import own_modes
 from jln._core.operation import vary_together, watch_for_nan
 
 # From settings, operands, and the place of vmap's axis in each operand, None in one that is shared, to the settings and
@@ -51,7 +52,8 @@ def in_reverse_mode(
     def batch(leaves, dims, *, jaxpr, used, settings, tree):
         del jaxpr
         leaves = vary_together(leaves)
-        wider = widen(settings, tree.unflatten(leaves), tree.unflatten(dims))
+        with own_modes():
+            wider = widen(settings, tree.unflatten(leaves), tree.unflatten(dims))
         if wider is None:
             each = functools.partial(plain(settings, tree.unflatten(dims)) or derivative, settings)
             results = jax.tree.leaves(jax.vmap(lambda *a: each(tree.unflatten(a)), tuple(dims))(*leaves))

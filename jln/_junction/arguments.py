@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._core.modes import own_modes
@@ -19,6 +21,17 @@ from jln._junction.arrays import COLUMNS, TABLE, Arrays, Norm, Shape, Switches
 
 Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None
+
+
+class NormArguments(NamedTuple):
+    """The static arguments of a norm, as users give them; dtype is that of its result."""
+
+    subtract_mean: bool
+    axis: Axis
+    epsilon: Any
+    zero_centered_scale: bool = False
+    dtype: DTypeLike | None = None
+    both_sides: bool = False
 
 
 def checked(arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
@@ -46,24 +59,14 @@ def checked(arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
     return arrays._replace(**parameters, x_bias=x_bias, gate=_checks.gate(arrays.gate, x, arrays.residual, axes))
 
 
-def norm_of(
-    arrays: Arrays,
-    axes: tuple[int, ...],
-    *,
-    epsilon: float,
-    subtract_mean: bool,
-    zero_centered_scale: bool = False,
-    both_sides: bool = False,
-    remat: bool = False,
-) -> Norm:
+def norm_of(arrays: Arrays, axes: tuple[int, ...], given: NormArguments, remat: bool) -> Norm:
     """The norm of checked arrays over checked axes, its other arguments checked."""
-    epsilon = _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None))
-    scales = {"x_scale": arrays.x_scale} if both_sides else {}
-    scales |= {"scale": arrays.scale}
-    if _checks.flag("zero_centered_scale", zero_centered_scale) and all(a is None for a in scales.values()):
+    epsilon = _checks.epsilon(given.epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None))
+    switches = Switches(given.subtract_mean, _checks.flag("zero_centered_scale", given.zero_centered_scale))
+    scales = ("x_scale", "scale") if given.both_sides else ("scale",)
+    if switches.zero_centered_scale and not arrays.only(scales).present():
         raise ValueError(f"zero_centered_scale=True needs a scale; got {', '.join(f'{n}=None' for n in scales)}")
-    switches = Switches(subtract_mean, bool(zero_centered_scale))
-    return Norm(max(axes) - arrays.x.ndim, epsilon, switches, both_sides=both_sides, remat=remat)
+    return Norm(max(axes) - arrays.x.ndim, epsilon, switches, both_sides=given.both_sides, remat=remat)
 
 
 # Groups with fewer rows may move more than plain jnp, as a parameter that they share is written out for each: forward

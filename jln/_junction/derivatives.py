@@ -213,14 +213,11 @@ def _transpose_tangent(
 ) -> Arrays:
     """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
     junction = dataclasses.replace(settings[0], implementation=implementation)
-    of_parameters = (Shape.COLUMN, Shape.KERNEL, Shape.BIAS)
-    named = (*saved.present().items(), *tangents.only(("z", "x_z")).present().items())
-    rows = [a for name, a in named if TABLE[name].shape not in of_parameters]
-    parameters = [
-        a for of in (saved, tangents) for name, a in of.present().items() if TABLE[name].shape in of_parameters
-    ]
+    parameters = [name for name, array in TABLE.items() if array.shape in (Shape.COLUMN, Shape.KERNEL, Shape.BIAS)]
+    rows = saved._replace(**dict.fromkeys(parameters)), tangents.only(("z", "x_z"))
     batches = {a.shape[:batch_dims] for a in jax.tree.leaves((cotangents, rows))}
-    are_shared = all(math.prod(a.shape[:batch_dims]) == 1 for a in jax.tree.leaves(parameters))
+    given = jax.tree.leaves((saved.only(parameters), tangents.only(parameters)))
+    are_shared = all(math.prod(a.shape[:batch_dims]) == 1 for a in given)
     wanted = jax.tree.map(lambda a: a.dtype.name, tangents)
     if junction.norm.examples or len(batches) > 1 or not are_shared:
         return _pull_back(cotangents, saved, junction, wanted, batch_dims)

@@ -303,9 +303,7 @@ def forward_of_two(
     total_dtype = jnp.promote_types(operands.x.dtype, operands.residual.dtype)
     wide = compute_dtype(total_dtype)
     of_x = compute_dtype(operands.x.dtype).name
-    if (
-        operands.gate is not None
-    ):  # XLA makes the branch where it multiplies and adds: written out it would be in float32
+    if operands.gate is not None:  # XLA makes the branch where it multiplies and adds: written out it is in float32
         in_front = forward(Arrays(x=operands.x), norm, Arrays(rstd=of_x), batch_dims)  # (31)
         u = operands._replace(x_rstd=in_front.rstd)
         total = apply_gate(branch(u, both, wide), operands) + operands.residual.astype(wide)  # (32)

@@ -254,9 +254,7 @@ def gradients_from_branch(
         gradients["gate"] = _summand_gradient("gate", wide, arrays, norm, sum_over_rows)  # (27)
     if wanted.present():
         dy = d
-        if (
-            arrays.gate is not None
-        ):  # written in 16 bits only if they have float32's range, as a small gate would vanish
+        if arrays.gate is not None:  # in 16 bits only if they have float32's range, as a small gate would vanish
             dy = apply_gate(d.astype(compute_dtype(d.dtype)), arrays)
             dy = dy.astype(d.dtype) if d.dtype == jnp.bfloat16 else dy
         saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, rstd=arrays.x_rstd)

@@ -86,8 +86,9 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
 def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
     if _cublas_alone():
         operands = with_one_dy(operands)
+    again = functools.partial(make_again, forward=functools.partial(forward, target=target))
     if norm.remat and norm.both_sides:
-        return backward(*_again(operands, norm, dtypes, batch_dims, target), dtypes, batch_dims, target)
+        return backward(*again(operands, norm, dtypes, batch_dims), dtypes, batch_dims, target)
     of_pull = dtypes._replace(scale=None, offset=None, z=None, y=None)
     pulls = any(d is not None for d in of_pull)
     if not pulls and dtypes.scale is None and dtypes.z is None:
@@ -110,7 +111,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         assert plan is not None
     if norm.remat and plan.tile.columns < g.h:  # no tile has a row's statistics
         operands = operands._replace(x=operands.total if operands.x is None else operands.x)
-        return backward(*_again(operands, norm, dtypes, batch_dims, target), dtypes, batch_dims, target)
+        return backward(*again(operands, norm, dtypes, batch_dims), dtypes, batch_dims, target)
     shared, ready = shared_operands(operands, g)
     constants = {"H": g.h, "HEADS": g.heads, "SHARED": shared, "NORM": norm.switches}
 
@@ -197,11 +198,6 @@ def _cublas_alone() -> bool:
     return any(value in ("false", "0") for value in own)
 
 
-def _again(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> tuple[Arrays, Norm]:
-    """Return what `make_again` does, by the forward kernel."""
-    return make_again(operands, norm, dtypes, batch_dims, functools.partial(forward, target=target))
-
-
 def _backward_plan(
     operands: Arrays, results: Arrays, sums: tuple[str, ...], g: Geometry, target: Target
 ) -> tiles.BackwardPlan | None:
@@ -241,9 +237,11 @@ def _backward_plan(
 def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
     """Compute the gradient of the offset, which reads dy alone, and y, which does not, where no other is wanted."""
     batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands.present().values()))
-    made = Arrays()
-    if dtypes.offset is not None:
-        made = made._replace(offset=_doffset(operands.dy, norm, batch_dims, dtypes.offset))
+    made, dy = Arrays(), operands.dy
+    if dtypes.offset is not None:  # a sum for which XLA reads dy once
+        columns = dy.shape[-1] * (dy.shape[-2] if norm.heads else 1)
+        sums = column_sums(dy.reshape(*dy.shape[: batch_dims + norm.examples], -1, columns), dtypes.offset)
+        made = made._replace(offset=sums.reshape(norm.sizes(Shape.COLUMN, dy.shape, batch_dims)))
     if dtypes.y is not None:
         again = operands.only(reads_of_results(Arrays(y=dtypes.y)))
         if not norm.remat:
@@ -251,13 +249,6 @@ def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: 
             again = Arrays(x=operands.total, scale=operands.scale, offset=operands.offset)
         made = made._replace(y=forward(again, norm, Arrays(y=dtypes.y), batch_dims, target).y)
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (*batch, *a.shape[batch_dims:])), made)
-
-
-def _doffset(dy: jax.Array, norm: Norm, batch_dims: int, dtype: DTypeLike) -> jax.Array:
-    """The sum doffset alone, for which XLA reads `dy` once: of the rank of `dy`, with 1 on the axes of rows."""
-    columns = dy.shape[-1] * (dy.shape[-2] if norm.heads else 1)
-    sums = column_sums(dy.reshape(*dy.shape[: batch_dims + norm.examples], -1, columns), dtype)
-    return sums.reshape(norm.sizes(Shape.COLUMN, dy.shape, batch_dims))
 
 
 # Rows that are added up at once. XLA alone would leave a share for every 64 to 128: 6 of the 1720 MB that
@@ -278,12 +269,8 @@ def column_sums(a: jax.Array, dtype: DTypeLike) -> jax.Array:
 def column_shares(a: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Sum some rows each, for another sum to add up: [*batch, rows, C] -> [*batch, shares, C]."""
     *batch, rows, columns = a.shape
-    a = a.astype(_sum_dtype(a, dtype))
+    a = a.astype(functools.reduce(jnp.promote_types, (a.dtype, jnp.float32, dtype)))
     if rows > _GROUP and rows % _GROUP == 0:
         # Two sums without the barrier are one to XLA.
         return jax.lax.optimization_barrier(jnp.sum(a.reshape(*batch, rows // _GROUP, _GROUP, columns), axis=-2))
     return jnp.sum(a, axis=-2, keepdims=True)
-
-
-def _sum_dtype(a: jax.Array, result: DTypeLike) -> jnp.dtype:
-    return jnp.promote_types(jnp.promote_types(a.dtype, jnp.float32), result)

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._checks import array, optional_array
 from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._junction.arguments import Axis, arranged, checked, no_kernels, norm_of
+from jln._junction.arguments import NormArguments, arranged, checked, no_kernels, norm_of
 from jln._junction.arrays import Arrays, Junction
 from jln._junction.derivatives import in_plain_jnp, operator
 from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
 from jln._operators.eight_bits import Kind, pack, settings
 from jln._triton.target import target_chip
-
-
-class NormArguments(NamedTuple):
-    """The static arguments of a norm, as users give them; dtype is that of its result."""
-
-    subtract_mean: bool
-    axis: Axis
-    epsilon: Any
-    zero_centered_scale: bool = False
-    dtype: DTypeLike | None = None
-    both_sides: bool = False
 
 
 def summands(x: Any, residual: Any, x_bias: Any = None, gate: Any = None) -> Arrays:
@@ -61,15 +49,7 @@ def call(
     if quantize is not None:
         in_eight_bits, scale = settings(quantize, arrays, axes, norm.dtype, forward_mode)
         arrays = arrays._replace(y_scale=scale)
-    statics = norm_of(
-        arrays,
-        axes,
-        epsilon=norm.epsilon,
-        subtract_mean=norm.subtract_mean,
-        zero_centered_scale=norm.zero_centered_scale,
-        both_sides=norm.both_sides,
-        remat=remat,
-    )
+    statics = norm_of(arrays, axes, norm, remat)
     if arrays.kernel is None:
         x = arrays.x.dtype
         promoted = x if arrays.added is None else _checks.promoted(x, arrays.added.dtype)

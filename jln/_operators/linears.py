@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.lax import PrecisionLike
@@ -10,9 +10,9 @@ from jax.lax import PrecisionLike
 from jln import _checks
 from jln._checks import array
 from jln._explain import note_calls
-from jln._junction.arguments import Gate
+from jln._junction.arguments import Gate, NormArguments
 from jln._junction.arrays import Arrays
-from jln._operators.call import NormArguments, call, summands
+from jln._operators.call import call, summands
 from jln._operators.eight_bits import Quantize, Scaled
 from jln.reference import Biases, Kernels
 
@@ -68,8 +68,8 @@ def layer_norm_linear(
     """
     arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
     norm = NormArguments(True, -1, epsilon, zero_centered_scale)
-    linears = _Linears(kernel, bias, precision, remat, quantize)
-    return _call(arrays, norm, linears, implementation=implementation, forward_mode=forward_mode)[0]
+    how: Any = {"precision": precision, "remat": remat, "quantize": quantize}
+    return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)[0]
 
 
 @note_calls("fused")
@@ -98,8 +98,8 @@ def rms_norm_linear(
     """
     arrays = Arrays(x=array("x", x), scale=scale)
     norm = NormArguments(False, -1, epsilon, zero_centered_scale)
-    linears = _Linears(kernel, bias, precision, remat, quantize)
-    return _call(arrays, norm, linears, implementation=implementation, forward_mode=forward_mode)[0]
+    how: Any = {"precision": precision, "remat": remat, "quantize": quantize}
+    return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)[0]
 
 
 @note_calls("fused")
@@ -136,8 +136,8 @@ def add_layer_norm_linear(
     """
     arrays = summands(x, residual, x_bias, gate)._replace(scale=scale, offset=offset)
     norm = NormArguments(True, -1, epsilon, zero_centered_scale)
-    linears = _Linears(kernel, bias, precision, remat, quantize)
-    return _call(arrays, norm, linears, gives_total=True, implementation=implementation, forward_mode=forward_mode)
+    how: Any = {"gives_total": True, "precision": precision, "remat": remat, "quantize": quantize}
+    return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)
 
 
 @note_calls("fused")
@@ -169,8 +169,8 @@ def add_rms_norm_linear(
     """
     arrays = summands(x, residual, x_bias, gate)._replace(scale=scale)
     norm = NormArguments(False, -1, epsilon, zero_centered_scale)
-    linears = _Linears(kernel, bias, precision, remat, quantize)
-    return _call(arrays, norm, linears, gives_total=True, implementation=implementation, forward_mode=forward_mode)
+    how: Any = {"gives_total": True, "precision": precision, "remat": remat, "quantize": quantize}
+    return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)
 
 
 @note_calls("fused")
@@ -203,26 +203,14 @@ def rms_norm_add_rms_norm_linear(
     """
     arrays = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate, scale=scale)
     norm = NormArguments(False, -1, epsilon, zero_centered_scale, both_sides=True)
-    linears = _Linears(kernel, bias, precision, remat, quantize)
-    return _call(arrays, norm, linears, gives_total=True, implementation=implementation, forward_mode=forward_mode)
+    how: Any = {"gives_total": True, "precision": precision, "remat": remat, "quantize": quantize}
+    return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)
 
 
-class _Linears(NamedTuple):
-    """The arguments of the Linears behind a norm."""
-
-    kernel: Any
-    bias: Any
-    precision: Any
-    remat: Any
-    quantize: Any
-
-
-def _call(arrays: Arrays, norm: NormArguments, linears: _Linears, **options: Any) -> tuple[Products, Any]:
+def _call(arrays: Arrays, norm: NormArguments, kernel: Any, bias: Any, **options: Any) -> tuple[Products, Any]:
     """Compute a norm and Linears: y, a tuple where the kernels are one, and total."""
-    kernel, bias, precision, remat, quantize = linears
     _checks.axes(-1, arrays.x)
     kernels, biases = _checks.linears(kernel, bias, arrays.x)
-    arrays = arrays._replace(kernel=kernels, bias=biases)
-    results = call(arrays, norm, precision=precision, remat=remat, quantize=quantize, **options)
+    results = call(arrays._replace(kernel=kernels, bias=biases), norm, **options)
     y = results.y if isinstance(kernel, tuple) else results.y[0]
     return y if results.y_max is None else Scaled(y, results.y_max), results.total

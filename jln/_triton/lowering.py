@@ -19,7 +19,6 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,16 +33,11 @@ from jln._triton.launch import TRITON_CALLS, TYPE_NAMES, Launch
 TYPED, UNTYPED = TRITON_CALLS
 
 
-def call(launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The results of the launch."""
-    return _call.bind(*arrays, launch=launch)
-
-
 # The primitive of a launch on a GPU. A launch is compiled when the program is lowered, so that a program that is only
 # traced costs nothing.
-_call = Primitive("jln_kernel")
-_call.multiple_results = True
-_call.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) for r in launch.results.values()])
+kernel_call = Primitive("jln_kernel")
+kernel_call.multiple_results = True
+kernel_call.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) for r in launch.results.values()])
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, launch: Launch) -> Any:
@@ -57,7 +51,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, launch: Launch) -> Any
 
 
 for _platform in ("cuda", "rocm"):
-    mlir.register_lowering(_call, _lower, platform=_platform)
+    mlir.register_lowering(kernel_call, _lower, platform=_platform)
 
 
 def missing(platform: str) -> str | None:

@@ -35,7 +35,7 @@ class Gpu(Target):
     def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         from jln._triton import lowering
 
-        return lowering.call(launch, arrays)
+        return lowering.kernel_call.bind(*arrays, launch=launch)
 
     def made_of(self) -> Any:
         from jln._triton import lowering, tuning

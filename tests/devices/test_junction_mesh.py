@@ -135,7 +135,7 @@ def test_few_features(name, gate, varies, split, monkeypatch):
     Those of the norm's parameters of each example stay on the example's devices, those of the Linear are added up over
     examples, too.
     """
-    monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
+    monkeypatch.setattr(Operation, "_by_kernels", lambda self, *_: functools.partial(self._formula))
     _, put, options = placed(name, gate, varies, split, mesh(), dtype="float32")
     step = gradient(jln, name, options)
     chex.assert_trees_all_close(step(put), expected(name, gate, varies), rtol=1e-3, atol=1e-3)
@@ -145,7 +145,7 @@ def test_few_features(name, gate, varies, split, monkeypatch):
 
 def test_few_features_of_examples_under_vmap(monkeypatch):
     """A vmap's own gradients are not added up over the devices that split its axis."""
-    monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
+    monkeypatch.setattr(Operation, "_by_kernels", lambda self, *_: functools.partial(self._formula))
     given, _ = made("rms_norm_linear", gate="no gate", varies="by example", shape=(*ROWS, H), dtype="float32")
     given = {n: jnp.stack([a, 2 * a, -a, a / 2]) for n, a in given.items()}
     put = {n: jax.device_put(a, NamedSharding(mesh(), P("data"))) for n, a in given.items()}

@@ -120,7 +120,7 @@ def by_stages(name, axes, given):
 def by(request, monkeypatch):
     """Run a test with jnp, and with jnp in the place of kernels, where JAX cannot look into it either."""
     if request.param == "kernels":
-        monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
+        monkeypatch.setattr(Operation, "_by_kernels", lambda self, *_: functools.partial(self._formula))
 
 
 @pytest.mark.parametrize("axes", STAGED, ids="-".join)

@@ -27,8 +27,8 @@ UNDER_VMAP = [
         (f"{TESTS}test_results_that_fall_away_one_after_the_other",),
     ),
     Mutant(
-        "the one call made in the user's mode of promotion", "jln/_core/derivatives.py", "_in_own_modes(widen)",
-        "widen", (f"{TESTS}test_an_offset_that_groups_share_is_added_up_in_float32",),
+        "the one call made in the user's mode of promotion", CALL, "with own_modes():",
+        "if True:", (f"{TESTS}test_an_offset_that_groups_share_is_added_up_in_float32",),
     ),
     Mutant("heads that do not lie next to H", VMAPS, "== h and", "and", norms("parameters of examples in the middle")),
     Mutant(
