@@ -16,7 +16,7 @@ from ptx import Program
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
 import train_lm
 
-# In bfloat16 the first norm and its Linear are one kernel (192 features). Behind a biased sum, and in float32, none are.
+# In bfloat16 the first norm and its Linear are one kernel (192 features). Behind a biased sum, or in float32, none are.
 # A training of fewer than ten steps has no warm-up, whose first step would change nothing.
 TINY = train_lm.Config(
     layers=2, width=64, heads=2, context=16, batch=4, learning_rate=1e-2, dtype="bfloat16", steps=9, evaluate_every=9
