@@ -35,30 +35,28 @@ class Rules:
 
     An array that is absent is None in them.
 
-    value: `value(settings, operands)` -> results.
-    saving: `saving(settings, operands, wanted)` -> (results, saved), a NamedTuple of what the derivatives may read; in
-      the place of what the wanted derivatives do not read stands an `Unneeded`.
-    gradients: `gradients(settings, saved, cotangents, wanted)` -> the operands' gradients. A cotangent is None where a
-      result was not used, a gradient where it is zero or not wanted.
-    tangents: `tangents(settings, operands, saved, tangents, results)` -> the results' tangents, linear in those of the
-      operands, None where zero. Their transpose must be `gradients`. None of what forward mode never sees.
+    fwd: `fwd(settings, operands, wanted)` -> (results, saved), a NamedTuple of what the derivatives may read; in the
+      place of what the wanted derivatives do not read stands an `Unneeded`.
+    bwd: `bwd(settings, saved, cotangents, wanted)` -> the operands' gradients. A cotangent is None where a result was
+      not used, a gradient where it is zero or not wanted.
+    jvp: `jvp(settings, operands, saved, tangents, results)` -> the results' tangents, linear in those of the operands,
+      None where zero. Their transpose must be `bwd`. None of what forward mode never sees.
 
     `wanted` is a NamedTuple of the operands' dtypes by name, None for operands whose gradient nobody wants. In `saved`
-    an `Unneeded` is an empty array for `gradients`, and None for `tangents`.
+    an `Unneeded` is an empty array for `bwd`, and None for `jvp`.
     """
 
-    value: Callable[..., Any]
-    saving: Callable[..., Any]
-    gradients: Callable[..., Any]
-    tangents: Callable[..., Any] | None = None
+    fwd: Callable[..., Any]
+    bwd: Callable[..., Any]
+    jvp: Callable[..., Any] | None = None
 
     def operator(self, widen: Widen, plain: Plain) -> Callable[..., Any]:
         """Return the differentiable function `operator(settings, operands, forward_mode)`."""
         reverse = jax.custom_vjp(self._value, nondiff_argnums=(0,))
-        reverse.defvjp(self._saving, self._gradients, symbolic_zeros=True)
+        reverse.defvjp(self._fwd, self._bwd, symbolic_zeros=True)
         once = in_reverse_mode(self._value, reverse, widen, plain)
         forward = jax.custom_jvp(self._value, nondiff_argnums=(0,))
-        forward.defjvp(self._tangents, symbolic_zeros=True)
+        forward.defjvp(self._jvp, symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
             operands = vary_together(operands)
@@ -68,34 +66,34 @@ class Rules:
 
     @own_modes()
     def _value(self, settings, operands):
-        return _batch_together(self.value(settings, operands))
+        return _batch_together(self.fwd(settings, operands, jax.tree.map(lambda _: None, operands))[0])
 
     @own_modes()
-    def _saving(self, settings, operands):
+    def _fwd(self, settings, operands):
         primals, tree = jax.tree.flatten(operands)  # each a CustomVJPPrimal
         dtypes = tree.unflatten([a.value.dtype.name for a in primals])
         flags = [a.perturbed for a in primals]
-        results, saved = self.saving(settings, tree.unflatten([a.value for a in primals]), _only(dtypes, flags))
+        results, saved = self.fwd(settings, tree.unflatten([a.value for a in primals]), _only(dtypes, flags))
         leaves, tree = jax.tree.flatten(saved)
         kept = tree.unflatten([a.nothing() if isinstance(a, Unneeded) else a for a in leaves])
         return _batch_together(results), (kept, _Static(dtypes), _residuals_of(flags))
 
     @own_modes()
-    def _gradients(self, settings, residuals, cotangents):
+    def _bwd(self, settings, residuals, cotangents):
         saved, dtypes, flags = residuals
         wanted = _only(dtypes.value, _flags_of(flags))
-        return (self.gradients(settings, saved, _without_zeros(cotangents), wanted),)
+        return (self.bwd(settings, saved, _without_zeros(cotangents), wanted),)
 
     @own_modes()
-    def _tangents(self, settings, primals, tangents):
+    def _jvp(self, settings, primals, tangents):
         (operands,), (tangents,) = primals, tangents
         flags = [not isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)]
         tangents = _only(tangents, flags)
         wanted = _only(jax.tree.map(lambda a: a.dtype.name, operands), flags)
-        assert self.tangents is not None
-        results, saved = self.saving(settings, operands, wanted)
+        assert self.jvp is not None
+        results, saved = self.fwd(settings, operands, wanted)
         saved = jax.tree.map(lambda a: None if isinstance(a, Unneeded) else a, saved)
-        return _batch_together(results), self.tangents(settings, operands, saved, tangents, results)
+        return _batch_together(results), self.jvp(settings, operands, saved, tangents, results)
 
 
 def name_statistics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:

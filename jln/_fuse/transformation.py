@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jln import _checks
+from jln._explain import inner_programs
 from jln._fuse.bodies import evaluated
 from jln._fuse.calls import Options
 from jln._fuse.rewriting import Finding
@@ -180,12 +181,10 @@ def _has_arrays(program: ClosedJaxpr) -> bool:
 
 
 def _bodies(program: Any) -> Iterator[Any]:
-    """The program and all in its equations' parameters, closed or not: from JAX 0.11 on these are of one class."""
+    """The program and all inside of its equations, closed or not: from JAX 0.11 on these are of one class."""
     yield program
-    is_program = lambda a: hasattr(a, "eqns")  # noqa: E731
-    for leaf in jax.tree.leaves([[*e.params.values()] for e in program.eqns], is_leaf=is_program):
-        if is_program(leaf):
-            yield from _bodies(leaf)
+    for inner in (inner for equation in program.eqns for inner in inner_programs(equation)):
+        yield from _bodies(inner)
 
 
 def _key(arrays: Sequence[Any], static: Sequence[Any], tree: Any, is_array: tuple[bool, ...]) -> Hashable:

@@ -86,10 +86,6 @@ def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:
     return Arrays(y=outcome.y, total=total, y_max=amax)
 
 
-def _value(junction: Junction, operands: Arrays) -> Arrays:
-    return _results(junction, operands, _outcome(junction, operands, set()))
-
-
 def _differ(norm: Norm, operands: Arrays) -> bool:
     """True where the gradients of x and of the residual differ by more than their dtypes."""
     return operands.gate is not None or norm.both_sides
@@ -104,7 +100,7 @@ def _reads(junction: Junction, operands: Arrays, wanted: Arrays) -> set[str]:
     return arrays.reads_of_gradients(junction.norm, dtypes, operands.kernel is not None) | {"kernel"}
 
 
-def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Arrays, Arrays]:
+def _fwd(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Arrays, Arrays]:
     """Keep the arrays that the wanted gradients are made of.
 
     In place of the others that some gradient is made of stands an `Unneeded`. total is x where nothing is added. Of a
@@ -137,7 +133,7 @@ def _refused(*_: Any) -> Any:
     raise TypeError("gradients that go straight through eight bits have no derivatives")
 
 
-def _gradients(junction: Junction, saved: Arrays, cotangents: Arrays, wanted: Arrays) -> Arrays:
+def _bwd(junction: Junction, saved: Arrays, cotangents: Arrays, wanted: Arrays) -> Arrays:
     if junction.quantises:
         if cotangents.y is not None:
             raise TypeError(
@@ -233,7 +229,7 @@ _tangent: LinearOperation[tuple[Arrays, Arrays], Arrays] = LinearOperation(
 )
 
 
-def _tangents(junction: Junction, operands: Arrays, saved: Arrays, tangents: Arrays, results: Arrays) -> Arrays:
+def _jvp(junction: Junction, operands: Arrays, saved: Arrays, tangents: Arrays, results: Arrays) -> Arrays:
     if saved.total is None:  # no tangent is made of it, but of its shape
         saved = saved._replace(total=Unneeded(operands.x).nothing())
     dtypes = jax.tree.map(lambda a: a.dtype.name, results)
@@ -274,4 +270,4 @@ def _plain(junction: Junction, axes: Arrays) -> Callable[..., Arrays] | None:
     return in_plain_jnp if junction.may_be_plain and not shares_rows else None
 
 
-operator = Rules(_value, _saving, _gradients, _tangents).operator(sum_examples_as_rows, _plain)
+operator = Rules(_fwd, _bwd, _jvp).operator(sum_examples_as_rows, _plain)

@@ -129,8 +129,8 @@ KEYS = (
     Mutant(
         "bodies not looked into",
         TRANSFORMATION,
-        "            yield from _bodies(leaf)\n",
-        "            pass\n",
+        "        yield from _bodies(inner)\n",
+        "        pass\n",
         (f"{CALLS}test_an_array_of_an_inner_jit_that_changes",),
     ),
     Mutant(
