@@ -18,10 +18,9 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="what is installed, what the operators run on, how to mend what is missing")
     check = commands.add_parser("check", help="values and gradients of the operators beside float64; 1 if one is wrong")
     check.add_argument("operators", nargs="*", metavar="OPERATOR", help="by name (default: all)")
-    said = "may be repeated (default: bfloat16 and float32)"
-    check.add_argument("--dtype", action="append", choices=operators.DTYPES, help=said)
-    said = "may be repeated (default: those that run here)"
-    check.add_argument("--implementation", action="append", choices=("xla", "triton"), help=said)
+    said = "may be repeated (default: {})".format
+    check.add_argument("--dtype", action="append", choices=operators.DTYPES, help=said("bfloat16 and float32"))
+    check.add_argument("--implementation", action="append", choices=("xla", "triton"), help=said("those that run here"))
     return made
 
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
-IMPLEMENTATIONS = (None, "triton", "xla")
 
 
 def _described(a: Any) -> str:
@@ -80,10 +79,8 @@ def parameter(
     varies_over_x = value.ndim == x.ndim and all(n in (1, size) for n, size in zip(value.shape, x.shape, strict=True))
     if value.shape != normalised and not (varies_over_x and tuple(value.shape[a] for a in axes) in of_axes):
         rows = f" and on all of {axes} together" if may_be_rows else ""
-        raise ValueError(
-            f"{name} must have shape {normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size on every "
-            f"other axis{rows}; got {_described(value)} for x {_described(x)}"
-        )
+        expected = f"{normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size on every other axis{rows}"
+        raise ValueError(f"{name} must have shape {expected}; got {_described(value)} for x {_described(x)}")
     return value
 
 
@@ -93,9 +90,8 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
     A number, static or an array, becomes an array of x's rank with 1 everywhere; a static one is in the dtype of the
     sum.
     """
-    if is_number(value) and not isinstance(value, bool):
-        is_wide = any(a is not None and a.dtype == jnp.float64 for a in (x, residual))
-        dtype = np.dtype("float64" if is_wide else "float32")
+    if is_number(value):
+        dtype = promoted(jnp.dtype("float32"), *(a.dtype for a in (x, residual) if a is not None))
         if not abs(value) <= float(np.finfo(dtype).max):
             raise ValueError(f"gate must be a number that {dtype} holds; got {value}")
         return jnp.full((1,) * x.ndim, value, dtype)
@@ -114,33 +110,27 @@ def promoted(*dtypes: Any) -> Any:
 def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
     """The kernels and biases of one Linear or of a tuple of them, as tuples of arrays."""
     if not isinstance(kernel, tuple):
-        kernel = _kernel("kernel", kernel, x)
-        return (kernel,), (_bias("bias", bias, "kernel", kernel),)
+        kernel, bias = _linear(kernel, bias, x)
+        return (kernel,), (bias,)
     if not kernel:
         raise ValueError("kernel must have at least one array; got ()")
-    if bias is None:
-        bias = (None,) * len(kernel)
+    bias = (None,) * len(kernel) if bias is None else bias
     if not isinstance(bias, tuple):
         raise TypeError(f"bias must be None or a tuple of arrays and Nones, as kernel is; got {type(bias).__name__}")
     if len(bias) != len(kernel):
         raise ValueError(f"bias must have an array or None for each of {len(kernel)} kernels; got {len(bias)}")
-    kernels = tuple(_kernel(f"kernel[{i}]", k, x) for i, k in enumerate(kernel))
-    pairs = enumerate(zip(bias, kernels, strict=True))
-    return kernels, tuple(_bias(f"bias[{i}]", b, f"kernel[{i}]", k) for i, (b, k) in pairs)
+    pairs = [_linear(k, b, x, f"[{i}]") for i, (k, b) in enumerate(zip(kernel, bias, strict=True))]
+    return tuple(k for k, _ in pairs), tuple(b for _, b in pairs)
 
 
-def _kernel(name: str, value: Any, x: jax.Array) -> jax.Array:
-    value = array(name, value)
-    if value.ndim < 2 or value.shape[0] != x.shape[-1]:
+def _linear(kernel: Any, bias: Any, x: jax.Array, index: str = "") -> tuple[jax.Array, jax.Array | None]:
+    """The kernel and the bias of one Linear. index: of both in their tuples, for messages."""
+    kernel, bias = array(f"kernel{index}", kernel), optional_array(f"bias{index}", bias)
+    if kernel.ndim < 2 or kernel.shape[0] != x.shape[-1]:
         expected = f"({x.shape[-1]}, *features), its first axis as long as x's last, with one axis of features or more"
-        raise ValueError(f"{name} must have shape {expected}; got {_described(value)} for x {_described(x)}")
-    return value
-
-
-def _bias(name: str, value: Any, of: str, kernel: Any) -> jax.Array | None:
-    value = optional_array(name, value)
-    shape(name, value, kernel.shape[1:], f"that of {of}'s axes after the first")
-    return value
+        raise ValueError(f"kernel{index} must have shape {expected}; got {_described(kernel)} for x {_described(x)}")
+    shape(f"bias{index}", bias, kernel.shape[1:], f"that of kernel{index}'s axes after the first")
+    return kernel, bias
 
 
 def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
@@ -150,29 +140,27 @@ def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
     given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     if not given:
         raise ValueError("axis must name at least one axis; got ()")
-    result = []
-    for a in given:
-        try:
-            index = operator.index(a)
-        except TypeError:
-            index = None
-        if index is None or isinstance(a, bool | jax.Array):
-            raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}")
-        if not -x.ndim <= index < x.ndim:
-            raise ValueError(f"axis {index} is out of range for x of shape {x.shape}")
-        result.append(index % x.ndim)
+    try:
+        indices = [operator.index(a) for a in given if not isinstance(a, bool | jax.Array)]
+    except TypeError:
+        indices = []
+    if len(indices) < len(given):
+        raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}")
+    if outside := [i for i in indices if not -x.ndim <= i < x.ndim]:
+        raise ValueError(f"axis {outside[0]} is out of range for x of shape {x.shape}")
+    result = tuple(i % x.ndim for i in indices)
     if len(set(result)) != len(result):
         raise ValueError(f"axis names an axis of x twice: {axis!r} for x of shape {x.shape}")
     if any(x.shape[a] == 0 for a in result):
         raise ValueError(f"x must have elements to normalise: axis {axis!r} of shape {x.shape} is empty")
-    return tuple(result)
+    return result
 
 
 def is_number(value: Any) -> bool:
-    """True for a real number of Python, of NumPy or of ml_dtypes; False for anything traced."""
-    return isinstance(value, int | float) or (
-        isinstance(value, np.generic) and (isinstance(value, np.integer) or jnp.issubdtype(value.dtype, jnp.floating))
-    )
+    """True for a real number of Python, of NumPy or of ml_dtypes; False for a bool and for anything traced."""
+    if isinstance(value, np.generic):
+        return isinstance(value, np.integer) or jnp.issubdtype(value.dtype, jnp.floating)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def epsilon(value: Any, *dtypes: Any) -> float:
@@ -180,10 +168,9 @@ def epsilon(value: Any, *dtypes: Any) -> float:
 
     dtypes: those of the array that is normalised, or of all that are added up to it.
     """
-    if isinstance(value, bool) or not is_number(value):
-        raise TypeError(
-            f"epsilon must be a static Python or NumPy number; got {value!r} of type {type(value).__name__}"
-        )
+    if not is_number(value):
+        kind = type(value).__name__
+        raise TypeError(f"epsilon must be a static Python or NumPy number; got {value!r} of type {kind}")
     try:
         number = float(value)
     except OverflowError:  # an int beyond float's range
@@ -192,10 +179,8 @@ def epsilon(value: Any, *dtypes: Any) -> float:
         raise ValueError(f"epsilon must be finite and not negative; got {value}")
     largest = float(np.finfo(np.float32).max)
     if number > largest and jnp.dtype("float64") not in dtypes:
-        given = " + ".join(d.name for d in dtypes)
-        raise ValueError(
-            f"epsilon must be at most {largest:.8g}, the largest float32, in which {given} is normalised; got {value}"
-        )
+        limit = f"the largest float32, in which {' + '.join(d.name for d in dtypes)} is normalised"
+        raise ValueError(f"epsilon must be at most {largest:.8g}, {limit}; got {value}")
     return number
 
 
@@ -208,8 +193,6 @@ def flag(name: str, value: Any) -> bool:
 def precision(value: Any) -> Any:
     """A hashable precision that means what `value` means to `jax.lax.dot_general`; for None JAX's current default."""
     default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    if value is None and default is None:
-        return None
     return _canonical_precision(tuple(value) if isinstance(value, list) else value, default)
 
 
@@ -222,6 +205,6 @@ def _canonical_precision(value: Any, default: str | None) -> Any:
 
 
 def implementation(value: Any) -> str | None:
-    if not (value is None or isinstance(value, str)) or value not in IMPLEMENTATIONS:
+    if value is not None and not (isinstance(value, str) and value in ("triton", "xla")):
         raise ValueError(f"implementation must be None, 'triton' or 'xla'; got {value!r}")
     return value

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -39,28 +38,14 @@ class Route(NamedTuple):
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# A function that is told of each route, with the array that the layer reads.
-Listener = Callable[[Route, Any], None]
-_listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("jln_listener", default=None)
-# A part of the key of JAX's caches: programs traced for the user have no equations of `_primitive`, those traced for
-# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each.
-_is_asked = jax.make_user_context(default_value=False)
-
-
-@contextlib.contextmanager
-def listen(listener: Listener | None) -> Iterator[None]:
-    """Tell this listener alone of the calls made in the context; None: tell nobody."""
-    token = _listener.set(listener)
-    try:
-        with _is_asked(isinstance(listener, _Question)):
-            yield
-    finally:
-        _listener.reset(token)
+# In `with listen(listener):` it is told of each route, with the array that the layer reads, and no other listener is.
+# It is a part of the key of JAX's caches: only programs that are traced for `explain` have equations of `_primitive`.
+listen = jax.make_user_context(default_value=None)
 
 
 def note(layer: str, path: str, why: str, read: Any = None) -> None:
     """Tell the listener of a call of a layer. read: the array that the layer reads."""
-    if (listener := _listener.get()) is not None:
+    if (listener := listen.value) is not None:
         listener(Route(layer, path, why), read)
 
 
@@ -84,11 +69,12 @@ def places(model: Any) -> Mapping[int, str]:
     return {}
 
 
+@dataclasses.dataclass(frozen=True)
 class _Question:
     """A listener that writes routes into the program that is traced, where JAX keeps them with a cached trace."""
 
-    def __init__(self, model: Any):
-        self.places = {**places(model)}
+    # Not compared: all questions are equal, as JAX keeps what it has traced for each that differs.
+    places: dict[int, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def __call__(self, route: Route, read: Any) -> None:
         _primitive().bind(*([read] if isinstance(read, jax.Array) else []), route=route)
@@ -96,7 +82,7 @@ class _Question:
 
 def place(layer: Any) -> str:
     """The place of a layer in the models that a question is about; "" where it is not known."""
-    return getattr(_listener.get(), "places", {}).get(id(layer), "")
+    return getattr(listen.value, "places", {}).get(id(layer), "")
 
 
 @functools.singledispatch
@@ -131,13 +117,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     call = traceable(function)
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {i: a for i, a in enumerate(leaves) if hasattr(a, "shape") and hasattr(a, "dtype")}
-
-    model = inspect.unwrap(function)
-    question = _Question(getattr(model, "__self__", model))
+    own, question = inspect.unwrap(function), _Question()
 
     def trace(arrays):
         args, kwargs = tree.unflatten([arrays.get(i, a) for i, a in enumerate(leaves)])
-        for model in (*args, *kwargs.values()):  # which are made again, of what is traced
+        for model in (getattr(own, "__self__", own), *args, *kwargs.values()):  # arguments are made again by the trace
             question.places.update(places(model))
         call(*args, **kwargs)
 
@@ -184,10 +168,8 @@ def inner_programs(equation: Any) -> Iterator[Any]:
 def _remark(equation: Any) -> str:
     """A remark on the calls inside of an equation: in a loop, in a `jax.shard_map`, in a `jax.checkpoint`; else ""."""
     name, params = equation.primitive.name, equation.params
-    if name == "scan":
-        return f"; in a loop of {params['length']}"
-    if name == "while":
-        return "; in a loop"
+    if name in ("scan", "while"):
+        return f"; in a loop of {params['length']}" if name == "scan" else "; in a loop"
     if name == "shard_map":
         axes = params.get("newly_manual_axes") or params.get("manual_axes") or params["mesh"].axis_names
         return f"; in a jax.shard_map over {', '.join(sorted(axes))}"

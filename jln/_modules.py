@@ -39,18 +39,55 @@ class Linears(NamedTuple):
 
     kernels: `[H, *features]` each.
     biases: `features` each, or None.
+    several: whether the result is a tuple.
     dtype: that of the products. None: that to which the norm's result and the parameters promote.
     """
 
     kernels: Sequence[Any]
     biases: Sequence[Any]
+    several: bool
     dtype: Any = None
     precision: Any = None
 
 
-# A reader of a layer: it takes x, and puts the layer in the operators' terms, or returns the reason why it cannot.
-ReadNorm = Callable[[Any], Norm | str]
-ReadLinears = Callable[[Any], Linears | str]
+class Layer(NamedTuple):
+    """A norm, or a norm and the Linears behind it. The norm is of total, which is x or the sum of x and a residual.
+
+    module, place: the framework's object, and its place in the model, as `explain` lists it.
+    own: the framework's own code, a function of total.
+    read_norm, read_linears: functions of what has total's shape and dtype. They put the layer in the operators' terms,
+      or return the reason why they cannot. A norm alone has no read_linears.
+    in_init: whether the parameters are to be made, which the framework's own code does.
+    """
+
+    module: Any
+    place: str
+    own: Callable[[Any], Any]
+    read_norm: Callable[[Any], Norm | str]
+    read_linears: Callable[[Any], Linears | str] | None = None
+    in_init: bool = False
+
+    def call(self, x: Any, residual: Any, quantize: Quantize = None) -> Any:
+        """Compute `y`, or with a residual `(y, total)`: by the operators, which add up for themselves, or by own."""
+        like = x  # in which the framework finds what is wrong
+        if residual is not None:
+            x, residual = _checks.array("x", x), _checks.array("residual", residual)
+            _checks.shape("residual", residual, x.shape, "that of x")
+            like = jax.ShapeDtypeStruct(x.shape, _checks.promoted(x.dtype, residual.dtype))
+        terms = _read(self, like) if isinstance(x, _ARRAY) else f"x is a {type(x).__name__}, not an array"
+        if not isinstance(terms, str):
+            y, total = _by_operator(*terms, summands(x, residual), quantize)
+            note(_name(self), "fused" if self.read_linears else "norm", "all arguments are the operator's", total)
+            return y if residual is None else (y, total)
+        total = x if residual is None else x.astype(like.dtype) + residual.astype(like.dtype)
+        if self.in_init and quantize is not None:
+            self.own(total)  # makes the parameters that the operators read: their result alone is in eight bits
+            return self._replace(in_init=False).call(x, residual, quantize)
+        if quantize is not None:
+            raise ValueError(f"quantize={quantize!r} is of jln's operators, which cannot compute this call: {terms}")
+        note(_name(self), "plain", terms, total)
+        y = self.own(total)
+        return y if residual is None else (y, total)
 
 
 def is_last(axes: int | Iterable[int] | slice, x: jax.Array) -> bool:
@@ -58,110 +95,73 @@ def is_last(axes: int | Iterable[int] | slice, x: jax.Array) -> bool:
     return (tuple(axes) if isinstance(axes, Iterable) else (axes,)) in ((-1,), (x.ndim - 1,))
 
 
-def norm(name: str, x: Any, residual: Any, read: ReadNorm, own: Callable[[Any], Any], *, in_init: bool = False) -> Any:
-    """Compute the call of a norm: `y`, or with a residual `(y, total)` of the norm of `total = x + residual`.
+def in_turn(norm: Callable[[Any], Any], linears: Sequence[Callable[[Any], Any]], several: bool) -> Callable[[Any], Any]:
+    """Return a function that calls a norm and then the Linears, whose result is a tuple if they are several."""
 
-    name: the module's, as `explain` lists it.
-    read: reads the norm of total.
-    own: the framework's own code, a function of total.
-    in_init: whether the parameters are to be made, which the framework's own code does.
-    """
-    total = _sum(x, residual)
-    terms = "the framework's own code makes the parameters" if in_init else _read_norm(total, read)
-    if isinstance(terms, str):
-        note(name, "plain", terms, total)
-        y = own(total)
-    else:
-        note(name, "norm", _WHOLE, total)
-        results = _results(terms, summands(x, residual), forward_mode=True)
-        y, total = results.y, results.total
-    return y if residual is None else (y, total)
-
-
-def norm_and_linears(
-    name: str,
-    x: Any,
-    residual: Any,
-    quantize: Quantize,
-    layers: tuple[Callable[[Any], Any], Sequence[Callable[[Any], Any]]],
-    read_norm: ReadNorm,
-    read_linears: ReadLinears,
-    *,
-    several: bool,
-    in_init: bool = False,
-) -> Any:
-    """Compute the call of a norm and the Linears behind it: `y`, or with a residual `(y, total)`.
-
-    layers: the framework's own, the norm and the Linears, to be called where the operators cannot compute the call.
-    several: whether `y` is a tuple.
-    in_init: whether the layers must be called to make their parameters.
-    """
-    total = _sum(x, residual)
-
-    def by_layers() -> Any:
-        norm, linears = layers
-        z = norm(total)
+    def own(x: Any) -> Any:
+        z = norm(x)
         ys = tuple(linear(z) for linear in linears)
         return ys if several else ys[0]
 
-    if in_init:
-        by_layers()
-    terms = _read_pair(total, read_norm, read_linears)
-    if isinstance(terms, str):
-        if quantize is not None:
-            raise ValueError(f"quantize={quantize!r} is of jln's operators, which cannot compute this call: {terms}")
-        note(name, "plain", terms, total)
-        y = by_layers()
-    else:
-        note(name, "fused", _WHOLE, total)
-        norm, linears = terms
-        arrays = summands(x, residual)._replace(
-            kernel=tuple(jnp.asarray(a, norm.dtype) for a in linears.kernels),
-            bias=tuple(None if a is None else jnp.asarray(a, norm.dtype) for a in linears.biases),
-        )
-        options = {"precision": linears.precision, "quantize": quantize, "forward_mode": quantize is None}
-        results = _results(norm, arrays, **options)
-        y = results.y if several else results.y[0]
-        y = y if results.y_max is None else Scaled(y, results.y_max)
-        total = results.total
-    return y if residual is None else (y, total)
+    return own
 
 
-_WHOLE = "all arguments are the operator's"
 _ARRAY = jax.Array | np.ndarray
 _FLOAT32_MAX = float(np.finfo("float32").max)
 
 
-def _sum(x: Any, residual: Any) -> Any:
-    """The array that is normalised. Without a residual it is x, in which the framework finds what is wrong.
-
-    The operators add up for themselves. A sum that nothing reads is not in a compiled program.
-    """
-    if residual is None:
-        return x
-    x, residual = _checks.array("x", x), _checks.array("residual", residual)
-    _checks.shape("residual", residual, x.shape, "that of x")
-    dtype = _checks.promoted(x.dtype, residual.dtype)
-    return x.astype(dtype) + residual.astype(dtype)
+def _name(layer: Layer) -> str:
+    """The name under which `explain` lists a layer: jln's class, be it a base of the user's, and the place."""
+    cls = next(c for c in type(layer.module).__mro__ if c.__module__.startswith("jln."))
+    return f"{cls.__module__}.{cls.__name__} {layer.place}".rstrip()
 
 
-def _results(norm: Norm, arrays: Arrays, **options: Any) -> Arrays:
-    """The results of the operator. The frameworks' layers can be differentiated forward, so it is asked for that."""
-    return call(
+def _by_operator(norm: Norm, linears: Linears | None, arrays: Arrays, quantize: Quantize) -> tuple[Any, Any]:
+    """The result and total. As the frameworks' layers, they can be differentiated forward; not so in eight bits."""
+    options: dict[str, Any] = {"quantize": quantize, "forward_mode": quantize is None}
+    if linears is not None:
+        arrays = arrays._replace(
+            kernel=tuple(jnp.asarray(a, norm.dtype) for a in linears.kernels),
+            bias=tuple(None if a is None else jnp.asarray(a, norm.dtype) for a in linears.biases),
+        )
+        options["precision"] = linears.precision
+    results = call(
         arrays._replace(scale=norm.scale, offset=norm.offset),
-        NormArguments(norm.subtract_mean, -1, norm.epsilon, dtype=None if arrays.kernel else norm.dtype),
+        NormArguments(norm.subtract_mean, -1, norm.epsilon, dtype=norm.dtype if linears is None else None),
         gives_total=arrays.residual is not None,
         **options,
     )
+    y = results.y if linears is None or linears.several else results.y[0]
+    y = y if results.y_max is None else Scaled(y, results.y_max)
+    return y, arrays.x if arrays.residual is None else results.total
 
 
-def _read_norm(x: Any, read: ReadNorm) -> Norm | str:
+def _read(layer: Layer, x: Any) -> tuple[Norm, Linears | None] | str:
+    """Read a layer that reads x, dtypes included, or return the reason why the operators cannot compute it."""
+    if layer.in_init:
+        return "the framework's own code makes the parameters"
+    norm = _read_norm(layer, x)
+    if isinstance(norm, str):
+        return norm
+    if layer.read_linears is None:
+        return norm, None
+    linears = layer.read_linears(x)
+    if isinstance(linears, str):
+        return linears
+    parameters = [a for a in (*linears.kernels, *linears.biases) if a is not None]
+    if not all(isinstance(a, _ARRAY) for a in parameters):
+        return "a Linear has parameters that are no arrays"
+    product = jnp.dtype(linears.dtype or _checks.promoted(norm.dtype, *(a.dtype for a in parameters)))
+    if norm.dtype != product or _checks.promoted(x.dtype, product) != product:
+        return f"one operator would round differently: x is {x.dtype}, the norm {norm.dtype}, the product {product}"
+    return norm, linears
+
+
+def _read_norm(layer: Layer, x: Any) -> Norm | str:
     """Read the norm of x, with the dtype of its result, or return the reason why the operators cannot compute it."""
-    if not isinstance(x, _ARRAY):
-        return f"x is a {type(x).__name__}, not an array"
     if x.size == 0 or x.ndim == 0 or jax.dtypes.canonicalize_dtype(x.dtype) not in _checks.DTYPES:
         return f"x is {x.dtype}{list(x.shape)}"
-    norm = read(x)
+    norm = layer.read_norm(x)
     if isinstance(norm, str):
         return norm
     if type(norm.epsilon) not in (int, float) or not 0 <= norm.epsilon <= _FLOAT32_MAX:
@@ -176,18 +176,3 @@ def _read_norm(x: Any, read: ReadNorm) -> Norm | str:
     if jnp.float64 in dtypes and not dtypes[0] == dtypes[-1] == jnp.float64:
         return "some of it is float64, and x or the result is not: the operators would lose digits"
     return norm._replace(dtype=dtypes[-1])
-
-
-def _read_pair(x: Any, read_norm: ReadNorm, read_linears: ReadLinears) -> tuple[Norm, Linears] | str:
-    """Read a norm of x and the Linears behind it, or return the reason why they cannot be one operator."""
-    norm = _read_norm(x, read_norm)
-    linears = norm if isinstance(norm, str) else read_linears(x)
-    if isinstance(norm, str) or isinstance(linears, str):
-        return str(linears)
-    parameters = [a for a in (*linears.kernels, *linears.biases) if a is not None]
-    if not all(isinstance(a, _ARRAY) for a in parameters):
-        return "a Linear has parameters that are no arrays"
-    product = jnp.dtype(linears.dtype or _checks.promoted(norm.dtype, *(a.dtype for a in parameters)))
-    if norm.dtype != product or _checks.promoted(x.dtype, product) != product:
-        return f"one operator would round differently: x is {x.dtype}, the norm {norm.dtype}, the product {product}"
-    return norm, linears

@@ -24,8 +24,8 @@ from jln.testing.report import align
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "jax-triton", "triton")
 PACKAGES += ("numpy", "flax", "dm-haiku", "equinox")
 DEVICE_FILES = pathlib.Path("/dev")
-# Of a Linear both strategies: the kernels fused, and the norm's around XLA's products.
-FEATURES = {"": 1024, "few features": 64}
+# Of a Linear both strategies: the norm's kernels around XLA's products, and the kernels fused.
+FEATURES = {"": 1024, ", few features": 64}
 
 
 def run(local: list[Any]) -> int:
@@ -42,16 +42,15 @@ def run(local: list[Any]) -> int:
         print_table([("operator", "runs", "kernels forward", "backward"), *choices(device)])
         if (why := implementations(device)["triton"]) is not None:
             print(f"triton cannot run on {device.device_kind}: {why}.")
-    folder = cache.folder()
-    kept = "not kept" if folder is None else f"{len(cache.entries())} in {folder}"
-    print(f"Compiled kernels: {kept}.", *_facts(chip), sep="\n")
+    kept = f"{len(cache.entries())} in {folder}" if (folder := cache.folder()) else "not kept"
+    print(f"Compiled kernels: {kept}.", *(_facts(chip) if chip else ()), sep="\n")
     faults = [f"BROKEN: {fault}" for fault in (*_bad_pairs(versions), *_idle_gpu(local))]
     print(*faults, "something is broken" if faults else "nothing is broken", sep="\n")
     return int(bool(faults))
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:
-    print("\n".join([*align(lines, range(len(lines[0]))), ""]))
+    print(*align(lines, range(len(lines[0]))), "", sep="\n")
 
 
 def devices() -> list[Any]:
@@ -71,9 +70,8 @@ def implementations(device: Any) -> dict[str, str | None]:
 
 def installed() -> dict[str, str | None]:
     """The version of each package by name; None where it is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "jln": jln.__version__}
+    found = {"python": platform.python_version(), "jln": jln.__version__, **dict.fromkeys(PACKAGES)}
     for package in PACKAGES:
-        found[package] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
@@ -93,13 +91,11 @@ def choices(device: Any) -> Iterator[tuple[str, str, str, str]]:
     for form in (form for name, form in FORMS.items() if name == form.name):
         for label, features in FEATURES.items():
             if form.is_linear or not label:
-                arrays = form.draw((256, 1024), (features,), "bfloat16")
-                forward = _kernels(form.function(), arrays, device)
-                results = jax.eval_shape(form.function(), *arrays)
-                both = _kernels(step(form.function(), form.arrays), (arrays, results), device)
-                name = f"{form.name}, {label}" if label else form.name
-                backward = ", ".join(both[len(forward) :])
-                yield name, "triton" if both else "xla", ", ".join(forward) or "-", backward or "-"
+                function, arrays = form.function(), form.draw((256, 1024), (features,), "bfloat16")
+                forward = _kernels(function, arrays, device)
+                both = _kernels(step(function, form.arrays), (arrays, jax.eval_shape(function, *arrays)), device)
+                first, second = (", ".join(names) or "-" for names in (forward, both[len(forward) :]))
+                yield form.name + label, "triton" if both else "xla", first, second
 
 
 def _kernels(function: Callable[..., Any], arguments: Any, device: Any) -> list[str]:
@@ -110,10 +106,8 @@ def _kernels(function: Callable[..., Any], arguments: Any, device: Any) -> list[
     return [launched.kernel.fn.__name__ for launched in launches]
 
 
-def _facts(chip: Chip | None) -> Iterator[str]:
+def _facts(chip: Chip) -> Iterator[str]:
     """Say what the kernels are compiled for and by, which tiles were measured, and what is left to XLA."""
-    if chip is None:
-        return
     yield f"Kernels are for {chip.name}, {chip}, of {chip.cores} cores."
     if measured := tuning.entries(chip):
         yield f"{len(measured)} of their tiles are as measured, of {os.environ[tuning.VARIABLE]}."
@@ -127,11 +121,10 @@ def _facts(chip: Chip | None) -> Iterator[str]:
 
 def _idle_gpu(local: list[Any]) -> Iterator[str]:
     """Say which GPU is here that JAX, or Triton, does not use."""
-    for device in local:
-        if device.platform == "gpu":
-            if (why := implementations(device)["triton"]) is not None:
-                yield f"the GPU runs jln without its Triton kernels: {why}"
-            return
+    if gpus := [device for device in local if device.platform == "gpu"]:
+        if (why := implementations(gpus[0])["triton"]) is not None:
+            yield f"the GPU runs jln without its Triton kernels: {why}"
+        return
     # A container has the number that its GPU has on the machine.
     for name, files in (("cuda", "nvidia[0-9]*"), ("rocm", "kfd")):
         if any(DEVICE_FILES.glob(files)):

@@ -26,12 +26,7 @@ class LayerNorm(eqx.nn.LayerNorm):
     """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors."""
 
     def __call__(
-        self,
-        x: jax.Array,
-        state: Any = _ABSENT,
-        *,
-        key: jax.Array | None = None,
-        residual: jax.Array | None = None,
+        self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None, residual: jax.Array | None = None
     ) -> Any:
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
@@ -41,7 +36,8 @@ class LayerNorm(eqx.nn.LayerNorm):
           key: ignored, as by Equinox.
           residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
-        y = _modules.norm(_name(self, "LayerNorm"), x, residual, lambda x: _read(self, x), super().__call__)
+        own = super().__call__
+        y = _modules.Layer(self, _explain.place(self), own, lambda x: _read(self, x)).call(x, residual)
         return y if state is _ABSENT else (y, state)
 
 
@@ -49,19 +45,15 @@ class RMSNorm(eqx.nn.RMSNorm):
     """`equinox.nn.RMSNorm` on `jln.rms_norm`: the same arguments, fields, results and errors."""
 
     def __call__(
-        self,
-        x: jax.Array,
-        state: Any = _ABSENT,
-        *,
-        key: jax.Array | None = None,
-        residual: jax.Array | None = None,
+        self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None, residual: jax.Array | None = None
     ) -> Any:
         """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x, state, key, residual: those of a call of `LayerNorm`.
         """
-        y = _modules.norm(_name(self, "RMSNorm"), x, residual, lambda x: _read(self, x), super().__call__)
+        own = super().__call__
+        y = _modules.Layer(self, _explain.place(self), own, lambda x: _read(self, x)).call(x, residual)
         return y if state is _ABSENT else (y, state)
 
 
@@ -71,11 +63,6 @@ def _read(layer: LayerNorm | RMSNorm, x: jax.Array) -> _modules.Norm | str:
     if (layer.weight is None) == layer.use_weight or (layer.bias is None) == layer.use_bias:
         return "a parameter is missing"
     return _modules.Norm(layer.weight, layer.bias, layer.eps, isinstance(layer, LayerNorm), x.dtype)
-
-
-def _name(layer: eqx.Module, kind: str) -> str:
-    """The name under which `explain` lists a layer, with its place in the model where that is known."""
-    return f"jln.equinox.{kind} {_explain.place(layer)}".rstrip()
 
 
 @_explain.places.register(eqx.Module)

@@ -24,6 +24,22 @@ from jln import _explain, _modules
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
 
+def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array) -> _modules.Norm | str:
+    if not all(_modules.is_last(axes, x) for axes in (layer.axis, layer.param_axis)):
+        return "the norm is not over the last axis alone"
+    if type(layer.eps) not in (int, float):  # numpy's promote what Haiku's RMSNorm adds them to
+        return f"eps is a {type(layer.eps).__name__}"
+    subtract_mean = isinstance(layer, LayerNorm)
+    used = {"scale": layer.create_scale, "offset": subtract_mean and layer.create_offset}
+    scale, offset = (hk.get_parameter(name, x.shape[-1:], x.dtype) if used[name] else None for name in used)
+    epsilon = float(np.asarray(layer.eps, x.dtype))  # Haiku adds it in the dtype of the inputs
+    return _modules.Norm(scale, offset, epsilon, subtract_mean)
+
+
+def _layer(module: hk.Module, own: Any, read_norm: Any, read_linears: Any = None) -> _modules.Layer:
+    return _modules.Layer(module, module.module_name, own, read_norm, read_linears, hk.running_init())
+
+
 class LayerNorm(hk.LayerNorm):
     """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
@@ -43,11 +59,10 @@ class LayerNorm(hk.LayerNorm):
           residual: the inputs' shape. The norm is of `total = inputs + residual`, which is made and read once.
         """
         given = None if scale is None and offset is None else "scale or offset is given: jln.layer_norm takes them"
-        name, own = _name(self, "LayerNorm"), functools.partial(super().__call__, scale=scale, offset=offset)
-        return _modules.norm(name, inputs, residual, lambda x: given or self._read(x), own, in_init=hk.running_init())
+        own = functools.partial(super().__call__, scale=scale, offset=offset)
+        return _layer(self, own, lambda x: given or self._read(x)).call(inputs, residual)
 
-    def _read(self, x: jax.Array) -> _modules.Norm | str:
-        return _read_norm(self, x)
+    _read = _read_norm
 
 
 class RMSNorm(hk.RMSNorm):
@@ -59,11 +74,9 @@ class RMSNorm(hk.RMSNorm):
         Args:
           inputs, residual: those of a call of `LayerNorm`.
         """
-        name, own = _name(self, "RMSNorm"), super().__call__
-        return _modules.norm(name, inputs, residual, self._read, own, in_init=hk.running_init())
+        return _layer(self, super().__call__, self._read).call(inputs, residual)
 
-    def _read(self, x: jax.Array) -> _modules.Norm | str:
-        return _read_norm(self, x)
+    _read = _read_norm
 
 
 class _Linear(hk.Linear):
@@ -105,19 +118,10 @@ class _NormLinear(hk.Module):
 
         def read_linears(x: jax.Array) -> _modules.Linears:
             kernels, biases = zip(*(linear._read(x) for linear in linears), strict=True)
-            return _modules.Linears(kernels, biases, precision=precision)
+            return _modules.Linears(kernels, biases, several, precision=precision)
 
-        return _modules.norm_and_linears(
-            _name(self, type(self).__name__),
-            inputs,
-            residual,
-            quantize,
-            (norm, [functools.partial(linear, precision=precision) for linear in linears]),
-            norm._read,
-            read_linears,
-            several=several,
-            in_init=hk.running_init(),
-        )
+        own = _modules.in_turn(norm, [functools.partial(linear, precision=precision) for linear in linears], several)
+        return _layer(self, own, norm._read, read_linears).call(inputs, residual, quantize)
 
 
 class LayerNormLinear(_NormLinear):
@@ -181,23 +185,6 @@ class RMSNormLinear(_NormLinear):
         self.make_norm = functools.partial(RMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
         self.linear_options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
         self.output_size = output_size
-
-
-def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array) -> _modules.Norm | str:
-    if not all(_modules.is_last(axes, x) for axes in (layer.axis, layer.param_axis)):
-        return "the norm is not over the last axis alone"
-    if type(layer.eps) not in (int, float):  # numpy's promote what Haiku's RMSNorm adds them to
-        return f"eps is a {type(layer.eps).__name__}"
-    subtract_mean = isinstance(layer, LayerNorm)
-    used = {"scale": layer.create_scale, "offset": subtract_mean and layer.create_offset}
-    scale, offset = (hk.get_parameter(name, x.shape[-1:], x.dtype) if used[name] else None for name in used)
-    epsilon = float(np.asarray(layer.eps, x.dtype))  # Haiku adds it in the dtype of the inputs
-    return _modules.Norm(scale, offset, epsilon, subtract_mean)
-
-
-def _name(module: hk.Module, kind: str) -> str:
-    """The name under which `explain` lists a module, with its place in the model."""
-    return f"jln.haiku.{kind} {module.module_name}"
 
 
 @_explain.traceable.register(hk.Transformed)

@@ -37,7 +37,7 @@ class LayerNorm(nn.LayerNorm):
           residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
         own = functools.partial(super().__call__, mask=mask)
-        return _modules.norm(_name(self, "LayerNorm"), x, residual, lambda x: _read_norm(self, x, mask), own)
+        return _modules.Layer(self, "/".join(self.path), own, lambda x: _read_norm(self, x, mask)).call(x, residual)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -51,7 +51,7 @@ class RMSNorm(nn.RMSNorm):
           x, mask, residual: those of a call of `LayerNorm`.
         """
         own = functools.partial(super().__call__, mask=mask)
-        return _modules.norm(_name(self, "RMSNorm"), x, residual, lambda x: _read_norm(self, x, mask), own)
+        return _modules.Layer(self, "/".join(self.path), own, lambda x: _read_norm(self, x, mask)).call(x, residual)
 
 
 class _NormDense(nn.Module):
@@ -88,17 +88,10 @@ class _NormDense(nn.Module):
         several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
         sizes: Any = self.features if several else [("dense", self.features)]
         denses = [nn.DenseGeneral(n, precision=self.precision, name=name, **options, **both) for name, n in sizes]
-        return _modules.norm_and_linears(
-            _name(self, type(self).__name__),
-            x,
-            residual,
-            quantize,
-            (norm, denses),
-            lambda x: _read_norm(norm, x),
-            lambda x: _read_denses(denses, x),
-            several=several,
-            in_init=self.is_initializing(),
-        )
+        own = _modules.in_turn(norm, denses, several)
+        read = functools.partial(_read_norm, norm), functools.partial(_read_denses, denses, several)
+        layer = _modules.Layer(self, "/".join(self.path), own, *read, in_init=self.is_initializing())
+        return layer.call(x, residual, quantize)
 
 
 class LayerNormDense(_NormDense):
@@ -155,7 +148,7 @@ def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None 
     return _modules.Norm(scale, offset, layer.epsilon, subtract_mean, layer.dtype)
 
 
-def _read_denses(denses: Sequence[nn.DenseGeneral], x: jax.Array) -> _modules.Linears | str:
+def _read_denses(denses: Sequence[nn.DenseGeneral], several: bool, x: jax.Array) -> _modules.Linears | str:
     kernels, biases = [], []
     for dense in denses:
         parameters = nn.meta.unbox(dense.variables.get("params", {}))
@@ -165,12 +158,7 @@ def _read_denses(denses: Sequence[nn.DenseGeneral], x: jax.Array) -> _modules.Li
             return "Flax's own code makes the parameters, or another library has made others"
         kernels.append(parameters["kernel"])
         biases.append(parameters.get("bias"))
-    return _modules.Linears(kernels, biases, denses[0].dtype, denses[0].precision)
-
-
-def _name(layer: nn.Module, kind: str) -> str:
-    """The name under which `explain` lists a layer, with its place in the model."""
-    return f"jln.linen.{kind} {'/'.join(layer.path)}".rstrip()
+    return _modules.Linears(kernels, biases, several, denses[0].dtype, denses[0].precision)
 
 
 @_explain.traceable.register(nn.Module)

@@ -11,7 +11,6 @@ is two-pass whatever `use_fast_variance`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
@@ -40,7 +39,7 @@ class LayerNorm(nnx.LayerNorm):
           residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
         own = functools.partial(super().__call__, mask=mask)
-        return _modules.norm(_name(self, "LayerNorm"), x, residual, lambda x: _read_norm(self, x, mask), own)
+        return _modules.Layer(self, _place(self), own, lambda x: _read_norm(self, x, mask)).call(x, residual)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -53,7 +52,7 @@ class RMSNorm(nnx.RMSNorm):
           x, mask, residual: those of a call of `LayerNorm`.
         """
         own = functools.partial(super().__call__, mask=mask)
-        return _modules.norm(_name(self, "RMSNorm"), x, residual, lambda x: _read_norm(self, x, mask), own)
+        return _modules.Layer(self, _place(self), own, lambda x: _read_norm(self, x, mask)).call(x, residual)
 
 
 # out_features of one Linear, or by the name of each of several.
@@ -89,16 +88,13 @@ class _NormLinear(nnx.Module):
                 return "a layer has been replaced"
             return _read_norm(self.norm, x)
 
-        return _modules.norm_and_linears(
-            _name(self, type(self).__name__),
-            x,
-            residual,
-            quantize,
-            (self.norm, linears),
-            read_norm,
-            lambda x: _read_linears(linears),
-            several=self.several,
-        )
+        def read_linears(_: jax.Array) -> _modules.Linears:
+            kernels = [layer.kernel[...] for layer in linears]
+            biases = [None if layer.bias is None else layer.bias[...] for layer in linears]
+            return _modules.Linears(kernels, biases, self.several, linears[0].dtype, linears[0].precision)
+
+        own = _modules.in_turn(self.norm, linears, self.several)
+        return _modules.Layer(self, _place(self), own, read_norm, read_linears).call(x, residual, quantize)
 
 
 class LayerNormLinear(_NormLinear):
@@ -143,10 +139,9 @@ class LayerNormLinear(_NormLinear):
         rngs: nnx.Rngs,
     ):
         both = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        scale = {"use_scale": use_scale, "scale_init": scale_init}
-        offset = {"use_bias": use_offset, "bias_init": offset_init}
+        of_norm = {"use_scale": use_scale, "scale_init": scale_init, "use_bias": use_offset, "bias_init": offset_init}
         options = {"use_bias": use_bias, "kernel_init": kernel_init, "bias_init": bias_init, "precision": precision}
-        norm = LayerNorm(in_features, epsilon=epsilon, **scale, **offset, **both)
+        norm = LayerNorm(in_features, epsilon=epsilon, **of_norm, **both)
         super().__init__(norm, in_features, out_features, **options, **both)
 
 
@@ -195,12 +190,6 @@ def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None 
     return _modules.Norm(scale, offset, layer.epsilon, subtract_mean, layer.dtype)
 
 
-def _read_linears(linears: Sequence[nnx.Linear | nnx.LinearGeneral]) -> _modules.Linears:
-    kernels = [layer.kernel[...] for layer in linears]
-    biases = [None if layer.bias is None else layer.bias[...] for layer in linears]
-    return _modules.Linears(kernels, biases, linears[0].dtype, linears[0].precision)
-
-
 def fuse(
     function: Callable[..., Any] | None = None,
     *,
@@ -222,76 +211,61 @@ def fuse(
     if function is None:
         return functools.partial(fuse, **options)
 
-    def pure(call: _Call, state: Any, others: list[Any]) -> tuple[Any, Any]:
-        with nnx.merge_context(_FUSE, inner=True) as context:
-            objects = context.merge(call.graph, state)
-        args, kwargs = call.structure.unflatten(transformation.join(objects, others, call.is_object))
+    def pure(_: Any, tree: Any) -> tuple[Any, Any]:
+        args, kwargs = nnx.from_tree(tree, ctxtag=_FUSE, is_inner=True)
+        objects = [a for a in jax.tree.leaves((args, kwargs), is_leaf=_is_object) if _is_object(a)]
         results = function(*args, **kwargs)
-        with nnx.split_context(_FUSE) as context:
-            call.graph, state = context.split(objects)
-        return results, state
+        return results, nnx.to_tree(objects, ctxtag=_FUSE)
 
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
     program = transformation.fuse(pure, **options)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda a: isinstance(a, nnx.Pytree))
-        is_object = [isinstance(a, nnx.Pytree) for a in leaves]
-        objects, others = transformation.part(leaves, is_object)
         with nnx.update_context(_FUSE):
-            with nnx.split_context(_FUSE) as context:
-                graph, state = context.split(objects)
-            call = _Call(graph, structure, is_object)
-            results, state = program(call, state, others)
-            with nnx.merge_context(_FUSE, inner=False) as context:
-                context.merge(call.graph, state)  # into the caller's objects
+            tree = nnx.to_tree((args, kwargs), split_fn=_split, ctxtag=_FUSE)
+            results, objects = program(_UNHASHABLE, tree)
+            nnx.from_tree(objects, ctxtag=_FUSE, is_inner=False)  # into the caller's
         return results
 
     return wrapper
 
 
 _FUSE = "jln.fuse"  # the name of Flax's context, in which it knows an object from its copy inside of a function
+# With an argument that has no hash no program is kept: an object's attributes may change without being unequal.
+_UNHASHABLE: set[Any] = set()
 
 
-@dataclasses.dataclass
-class _Call:
-    """The static part of a call's arguments: the objects' graph, and where objects and other leaves are.
+def _is_object(a: Any) -> bool:
+    return isinstance(a, nnx.Pytree)
 
-    It has no hash, so no program is kept for it: an object's attributes may change without being unequal.
-    """
 
-    graph: Any
-    structure: Any
-    is_object: list[bool]
+def _split(context: Any, path: Any, prefix: Any, a: Any) -> Any:
+    """An object's graph and state. A Variable outside of objects, as in a State, stays what it is to JAX."""
+    return nnx.NodeStates.from_split(*context.split(a)) if _is_object(a) else a
 
 
 _PATH = "_jln_path"  # of layers where `explain` traces them: Flax's transformations keep this, and no object
 
 
-def _name(layer: nnx.Module, kind: str) -> str:
-    """The name under which `explain` lists a layer, with its place in the model where that is known."""
-    return f"jln.nnx.{kind} {getattr(layer, _PATH, '')}".rstrip()
-
-
-@_explain.traceable.register(nnx.Module)
-def _(model: nnx.Module) -> Callable[..., Any]:
-    return _traceable(model, type(model).__call__)  # pyright: ignore[reportAttributeAccessIssue]
+def _place(layer: nnx.Module) -> str:
+    return getattr(layer, _PATH, "")
 
 
 @_explain.traceable.register(MethodType)
-def _(method: MethodType) -> Callable[..., Any]:
-    return _traceable(method.__self__, method.__func__) if isinstance(method.__self__, nnx.Module) else method
-
-
-def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of a copy of the model, for a trace must not write into the model's own counts and statistics."""
+@_explain.traceable.register(nnx.Module)
+def _(function: Any) -> Callable[..., Any]:
+    """A model or its method, of a copy: a trace must not write into the model's own counts and statistics."""
+    is_method = isinstance(function, MethodType)
+    model, method = (function.__self__, function.__func__) if is_method else (function, type(function).__call__)
+    if not isinstance(model, nnx.Module):
+        return function
     graphdef, state = nnx.split(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         copy = nnx.merge(graphdef, state, copy=True)
         for path, module in list(nnx.iter_modules(copy)):
             setattr(module, _PATH, ".".join(map(str, path)))
-        return function(copy, *args, **kwargs)
+        return method(copy, *args, **kwargs)
 
     return call

@@ -80,8 +80,8 @@ def rms_norm_add_rms_norm(
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return `(rms_norm(total, scale), total)` with `total = residual + gate * rms_norm(x, x_scale)`."""
-    norm, both = _Norm(False, axis, epsilon, zero_centered_scale), {"both_sides": True, "x_scale": x_scale}
-    return _junction(x, norm, scale, residual=residual, **both, gate=gate, dtype=dtype)
+    norm = _Norm(False, axis, epsilon, zero_centered_scale)
+    return _junction(x, norm, scale, residual=residual, both_sides=True, x_scale=x_scale, gate=gate, dtype=dtype)
 
 
 def rms_norm_gated(
@@ -98,8 +98,7 @@ def layer_norm_linear(
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> Products:  # fmt: skip
     """Return `layer_norm(x, scale, offset) @ kernel + bias`."""
-    norm = _Norm(True, -1, epsilon, zero_centered_scale)
-    return _junction(x, norm, scale, offset, linears=(kernel, bias, precision))
+    return _junction(x, _Norm(True, -1, epsilon, zero_centered_scale), scale, offset, linears=(kernel, bias, precision))
 
 
 def rms_norm_linear(
@@ -193,7 +192,7 @@ def _linears(z, x_dtype, kernel, bias, precision):
     if not isinstance(kernel, tuple):
         return _linear(z, _promoted(x_dtype, kernel.dtype), kernel, bias, precision)
     biases = (None,) * len(kernel) if bias is None else bias
-    return tuple(_linear(z, _promoted(x_dtype, k.dtype), k, b, precision) for k, b in zip(kernel, biases, strict=True))
+    return tuple(_linears(z, x_dtype, k, b, precision) for k, b in zip(kernel, biases, strict=True))
 
 
 def _linear(z, dtype, kernel, bias, precision):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +32,7 @@ class Problem:
     """A function at its arguments, as a function of the floating ones of their leaves. The others are held fixed."""
 
     f: Callable[..., Any]
-    tree: Any
-    leaves: tuple[Any, ...]
+    args: Sequence[Any]
     names: tuple[str, ...]  # of the floating leaves
     title: str  # of `f` in errors
 
@@ -45,7 +43,8 @@ class Problem:
             raise TypeError(f"f must be a function; got {type(f).__name__}")
         if not isinstance(args, tuple | list):
             raise TypeError(f"args must be a tuple of f's arguments; got {type(args).__name__}")
-        args = jax.tree.map(functools.partial(_array, name=_name(dtype)), tuple(args))
+        name = _name(dtype)
+        args = jax.tree.map(lambda leaf: _array(leaf, name), tuple(args))
         try:
             by_name = inspect.signature(f).bind(*args).arguments
         except (TypeError, ValueError):  # a builtin, or arguments that `f` itself will complain of
@@ -54,23 +53,16 @@ class Problem:
         names = tuple(name + jax.tree_util.keystr(path) for name, path, a in paths if is_floating(a))
         if not names:
             raise TypeError("args must have a floating array among them, or there is nothing to differentiate")
-        leaves, tree = jax.tree.flatten(args)
-        return cls(f, tree, tuple(leaves), names, "f")
+        return cls(f, args, names, "f")
 
     @property
     def floats(self) -> list[np.ndarray]:
-        return [a for a in self.leaves if is_floating(a)]
-
-    def in_float64(self) -> Problem:
-        return dataclasses.replace(
-            self, leaves=tuple(a.astype("float64") if is_floating(a) else a for a in self.leaves)
-        )
+        return [a for a in jax.tree.leaves(self.args) if is_floating(a)]
 
     def results(self, floats: Sequence[Any]) -> Any:
         """The results of `f`, as it returns them."""
         values = iter(floats)
-        leaves = [next(values) if is_floating(a) else jnp.asarray(a) for a in self.leaves]
-        results = self.f(*jax.tree.unflatten(self.tree, leaves))
+        results = self.f(*jax.tree.map(lambda a: next(values) if is_floating(a) else jnp.asarray(a), self.args))
         for leaf in jax.tree.leaves(results):
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
                 raise TypeError(f"{self.title} must return arrays; got {type(leaf).__name__}")
@@ -127,11 +119,11 @@ def gradients(call: Call, floats: Sequence[Any], cotangent: Sequence[Any]) -> li
 
 
 def slope(call: Call, cotangent: Sequence[Any], direction: Sequence[Any]) -> Call:
-    """The derivative of `sum(cotangent * call(floats))` along a direction, as a function of the floats."""
-    dtype = np.result_type(np.float32, *(d.dtype for d in direction if d.dtype == np.float64))
+    """The slope of `sum(cotangent * call(floats))` along a direction. Its gradients are the Hessian times that."""
 
     def along(floats: Sequence[Any]) -> list[jax.Array]:
         found = gradients(call, floats, cotangent)
+        dtype = np.result_type(np.float32, *(g.dtype for g in found if g.dtype == np.float64))
         parts = [jnp.vdot(g, d.astype(g.dtype)).astype(dtype) for g, d in zip(found, direction, strict=True)]
         return [sum(parts, jnp.zeros((), dtype))]
 

@@ -43,37 +43,34 @@ class Form:
     options: tuple[tuple[str, Any], ...] = ()
 
     is_linear = property(lambda self: "kernel" in self.arrays)
-    adds = property(lambda self: "add_" in self.name)  # and returns the sum, too
 
     def function(self, module: Any = _operators, **options: Any) -> Callable[..., dict[str, Any]]:
         """The operator of `jln` or of `jln.reference` as a function of its arrays in order, its results by name."""
         precise = {"precision": "highest"} if self.is_linear else {}  # a GPU's own multiplies float32 with ten bits
         call = functools.partial(getattr(module, self.name), **precise, **dict(self.options), **options)
-        results = ("y", "total") if self.adds else ("y",)
 
         def by_name(*arrays: Any) -> dict[str, Any]:
             made = call(**dict(zip(self.arrays, arrays, strict=True)))
-            return dict(zip(results, made if self.adds else (made,), strict=True))
+            return {"y": made[0], "total": made[1]} if "add_" in self.name else {"y": made}
 
         return by_name
 
     def draw(self, shape: tuple[int, ...], features: tuple[int, ...], dtype: str, seed: int = 0) -> list[Any]:
         """Draw arrays of NumPy, or tuples of them of several Linears: near 1 what multiplies, of spread 1 the rest."""
-        random = np.random.default_rng(seed)
-
-        def draw_one(name: str) -> Any:
-            sizes = {
-                Shape.ROW: [shape],
-                Shape.COLUMN: [shape[-1:]],
-                Shape.KERNEL: [(shape[-1], n) for n in features],
-                Shape.BIAS: [(n,) for n in features],
-            }[TABLE[name].shape]
+        random, drawn = np.random.default_rng(seed), []
+        sizes = {
+            Shape.ROW: [shape],
+            Shape.COLUMN: [shape[-1:]],
+            Shape.KERNEL: [(shape[-1], n) for n in features],
+            Shape.BIAS: [(n,) for n in features],
+        }
+        for name in self.arrays:
             mean = 1.0 if "scale" in name or name == "gate" else 0.0
             spread = 1 / math.sqrt(shape[-1]) if name == "kernel" else 1.0
-            made = tuple((spread * random.standard_normal(s) + mean).astype(jnp.dtype(dtype)) for s in sizes)
-            return made[0] if len(made) == 1 else made
-
-        return [draw_one(name) for name in self.arrays]
+            normals = [random.standard_normal(s) for s in sizes[TABLE[name].shape]]
+            made = tuple((spread * a + mean).astype(jnp.dtype(dtype)) for a in normals)
+            drawn.append(made[0] if len(made) == 1 else made)
+        return drawn
 
 
 def _forms() -> dict[str, Form]:
@@ -81,11 +78,9 @@ def _forms() -> dict[str, Form]:
     usual, full = {}, {}
     for name in (name for name in vars(reference) if name in _operators.__all__):
         takes = [p for p in inspect.signature(getattr(_operators, name)).parameters.values() if p.name in OPERANDS]
-        first = tuple(p.name for p in takes if p.kind is not p.KEYWORD_ONLY)
-        more = tuple(p.name for p in takes if p.kind is p.KEYWORD_ONLY)
-        usual[name] = Form(name, first)
-        if more:
-            full[", ".join([name, *more])] = Form(name, first + more)
+        usual[name] = Form(name, tuple(p.name for p in takes if p.kind is not p.KEYWORD_ONLY))
+        if more := [p.name for p in takes if p.kind is p.KEYWORD_ONLY]:
+            full[", ".join([name, *more])] = Form(name, (*usual[name].arrays, *more))
     gate_last = Form("rms_norm_gated", ("x", "z", "scale"), (("norm_before_gate", False),))
     return {**usual, **full, "rms_norm_gated, norm_before_gate=False": gate_last}
 
@@ -110,9 +105,8 @@ class Error(NamedTuple):
         return max(e / (limit or math.ulp(0.0)) for e, limit in (self[1:3], self[3:5]))
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: error {self.error:.2e} of {self.limit:.2e}, rms {self.rms_error:.2e} of {self.rms_limit:.2e}"
-        )
+        rms = f"rms {self.rms_error:.2e} of {self.rms_limit:.2e}"
+        return f"{self.name}: error {self.error:.2e} of {self.limit:.2e}, {rms}"
 
 
 Step = Callable[..., dict[str, jax.Array]]
@@ -133,9 +127,7 @@ def step(function: Callable[..., dict[str, Any]], names: Sequence[str]) -> Step:
 class Judge:
     """The true results of a step, computed on the CPU in float64, and how far from them a program may be."""
 
-    def __init__(
-        self, truth: Step, plain: dict[str, Any], operands: Any, dtype: Any, sums: dict[str, int] | None = None
-    ):
+    def __init__(self, truth: Step, plain: dict, operands: Any, dtype: Any, sums: dict[str, int] | None = None):
         """Compute what sets the limits.
 
         plain: plain jnp's results. operands: of the step `truth`, in their dtypes. dtype: of x. sums: of results that
@@ -186,7 +178,7 @@ def check_form(form: Form, dtype: str, implementation: str, device: Any, seed: i
     found = []
     for shape, features in SIZES + (ON_A_GPU if device.platform == "gpu" else ()):
         arrays = form.draw(shape, features, dtype, seed)
-        ours, plain = form.function(implementation=implementation), form.function(reference)
+        ours, plain = form.function(implementation=implementation), step(form.function(reference), form.arrays)
         with jax.default_device(device):
             results = jax.eval_shape(ours, *arrays)
             random = np.random.default_rng(seed + 1)
@@ -199,8 +191,7 @@ def check_form(form: Form, dtype: str, implementation: str, device: Any, seed: i
                 again = run(arrays, cotangents)
                 if any(a.tobytes() != np.asarray(again[name]).tobytes() for name, a in got.items()):
                     raise RuntimeError(f"not the same bits twice, of {shape}")
-            own = jax.tree.map(np.asarray, step(plain, form.arrays)(arrays, cotangents))
-        judge = Judge(step(plain, form.arrays), own, (arrays, cotangents), dtype)
+            judge = Judge(plain, plain(arrays, cotangents), (arrays, cotangents), dtype)
         size = "x".join(map(str, shape)) + (f" to {'+'.join(map(str, features))}" if form.is_linear else "")
         found += [(error, size) for error in judge.errors(got)]
     return max(found, key=lambda pair: (not pair[0].ok, pair[0].part))

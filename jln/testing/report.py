@@ -70,16 +70,9 @@ class Row:
 
     @classmethod
     def worst(
-        cls,
-        name: str,
-        against: str,
-        got: Any,
-        expected: Any,
-        tolerance: Tolerance,
-        indices: np.ndarray | None = None,
-        uncertainty: Any = 0.0,
+        cls, name: str, against: str, got: Any, expected: Any, tolerance: Tolerance, indices: Any = None, off: Any = 0.0
     ) -> Row:
-        """Find the worst of the flattened elements at `indices`, of which `expected` may be off by `uncertainty`."""
+        """Find the worst of the flattened elements at `indices`, of which `expected` may be `off` by so much."""
         shape, size = np.shape(got), np.size(got)
         indices = np.arange(size) if indices is None else indices
         a = np.asarray(got, "float64").reshape(-1)[indices]
@@ -92,15 +85,15 @@ class Row:
             good = (error <= limit) & (np.isfinite(limit) | (a == t))  # an infinity is within its tolerance of nothing
             part = np.where(error == 0, 0.0, error / limit)
             # The last where no step had a difference that is finite.
-            unsure = (uncertainty > limit) & (error <= SURE * uncertainty) | ~np.isfinite(t) & np.isposinf(uncertainty)
+            unsure = (off > limit) & (error <= SURE * off) | ~np.isfinite(t) & np.isposinf(off)
         unsure &= ~good & np.isfinite(a)
         badness = np.where(np.isfinite(part), part, np.inf)  # NaN, which compares with nothing, is the worst
         wrong = ~good & ~unsure  # for sure, which goes first
         at = int(np.argmax(np.where(wrong | ~wrong.any(), badness, -1)))
         index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
-        worst, true, off, allowed = (float(b[at]) for b in (a, t, error, limit))
+        worst, true, distance, allowed = (float(b[at]) for b in (a, t, error, limit))
         verdict = bool(good.all()), bool(unsure[at])
-        return cls(name, against, index, worst, true, off, allowed, len(indices), size, *verdict)
+        return cls(name, against, index, worst, true, distance, allowed, len(indices), size, *verdict)
 
     @property
     def verdict(self) -> str:
@@ -133,24 +126,20 @@ class Report:
         return {row.name: row for row in self.rows}[name]
 
     def __str__(self) -> str:
-        lines: list[tuple[str, ...]] = [
-            ("", "against", "compared", "worst at", "got", "expected", "error", "allowed", "")
-        ]
+        lines = [["", "against", "compared", "worst at", "got", "expected", "error", "allowed", ""]]
         for r in self.rows:
             numbers = (f"{r.got:.6e}", f"{r.expected:.6e}", f"{r.error:.1e}", f"{r.tolerance:.1e}")
             compared = f"{r.compared}" if r.compared == r.size else f"{r.compared} of {r.size}"
             shown = numbers if r.compared else ("-",) * len(numbers)
-            lines.append((r.name, r.against, compared, str(list(r.index)), *shown, r.verdict))
+            lines.append([r.name, r.against, compared, str(list(r.index)), *shown, r.verdict])
         note = [UNSURE] if any(r.unsure for r in self.rows) else []
         return "\n".join([self.title, *align(lines, left=(0, 1, 3, 8)), *note])
 
 
 def align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """Write rows of cells as lines, columns two blanks apart; those in `left` are aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    columns = []
+    for i, column in enumerate(zip(*lines, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) if i in left else cell.rjust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]

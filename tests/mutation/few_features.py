@@ -44,16 +44,12 @@ FEW_FEATURES = [
         "dscale of a program's last tile", LINEAR_BACKWARD, "tl.fma(dz, x_hat, dscale)", "dz * x_hat", MANY,
     ),
     Mutant(
-        "dbias of a program's last tile", LINEAR_BACKWARD,
-        "dbias += tl.sum(dy.to(COMPUTE), axis=0)", "dbias = tl.sum(dy.to(COMPUTE), axis=0)", MANY,
-    ),
-    Mutant(
         "dkernel alone without the offset", LINEAR_LAUNCH,
         "needs_dbias = dbias or dtypes.offset or (dkernel and operands.offset is not None)",
         "needs_dbias = dbias or dtypes.offset", ALONE,
     ),
     Mutant(
-        "dkernel without the offset", LINEAR_LAUNCH,
+        "an offset that the fused launch leaves out", LINEAR_LAUNCH,
         '"offset": operands.offset if dkernel else None', '"offset": None', VALUES,
     ),
     Mutant(

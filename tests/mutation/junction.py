@@ -105,7 +105,7 @@ SUMS = [
     ),
     Mutant(
         "a module's residual left out of the framework's own code", CALLS,
-        "x.astype(dtype) + residual.astype(dtype)", "x.astype(dtype)",
+        "x.astype(like.dtype) + residual.astype(like.dtype)", "x.astype(like.dtype)",
         (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[linen mask is given]",),
     ),
     Mutant(

@@ -296,7 +296,7 @@ KERNELS = [
     Mutant(
         "stages of a gated sum that shared memory has no room for", NORM_TILES,
         "max(1, min(tile.stages, room))", "tile.stages",
-        ("tests/triton/test_compiled_linears.py::test_composed_gates_fit_in_shared_memory",),
+        ("tests/triton/test_compiler.py::test_no_spills_of_sums_with_a_gate_at_any_size",),
     ),
     Mutant(
         "a loop's step that the compiler knows", BACKWARD,
