@@ -6,7 +6,7 @@ says in a few words why the framework's own code must run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +93,15 @@ class Layer(NamedTuple):
 def is_last(axes: int | Iterable[int] | slice, x: jax.Array) -> bool:
     """Tell whether axes, as Flax and Haiku take them, are the last axis of x alone."""
     return (tuple(axes) if isinstance(axes, Iterable) else (axes,)) in ((-1,), (x.ndim - 1,))
+
+
+def linear_sizes(features: Any, name: str) -> dict[str, Any]:
+    """The Linears' sizes by name: one of this name, or several of a mapping. Raises ValueError for what is neither."""
+    sizes = dict(features) if isinstance(features, Mapping) else {name: features}
+    if not sizes or any(isinstance(n, Mapping) for n in sizes.values()):
+        mend = "for one with arguments of its own write the framework's layers, and jln.fuse(loss, linears=True)"
+        raise ValueError(f"a Linear has a number of features or a tuple, several a mapping; got {features!r}: {mend}")
+    return sizes
 
 
 def in_turn(norm: Callable[[Any], Any], linears: Sequence[Callable[[Any], Any]], several: bool) -> Callable[[Any], Any]:

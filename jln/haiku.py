@@ -112,7 +112,7 @@ class _NormLinear(hk.Module):
           quantize: as of `jln.layer_norm_linear`. An error where the operators cannot compute the call.
         """
         several = isinstance(self.output_size, Mapping)
-        sizes = self.output_size if isinstance(self.output_size, Mapping) else {"linear": self.output_size}
+        sizes = _modules.linear_sizes(self.output_size, "linear")
         norm = self.make_norm()
         linears = [_Linear(n, **self.linear_options, name=name) for name, n in sizes.items()]
 

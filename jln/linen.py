@@ -70,7 +70,7 @@ class _NormDense(nn.Module):
 
     def __post_init__(self) -> None:
         if isinstance(self.features, Mapping):  # of mappings Flax and JAX would compare and hash no order
-            object.__setattr__(self, "features", tuple(self.features.items()))
+            object.__setattr__(self, "features", tuple(_modules.linear_sizes(self.features, "").items()))
         super().__post_init__()
 
     @nn.compact

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core import FrozenDict
 from flax.nnx.nn import dtypes, linear
 
 from jln import _explain, _modules
@@ -65,7 +66,7 @@ class _NormLinear(nnx.Module):
     def __init__(self, norm: LayerNorm | RMSNorm, in_features: int, out_features: Features, **options: Any):
         self.norm = norm
         self.several = isinstance(out_features, Mapping)
-        linears = out_features if isinstance(out_features, Mapping) else {"linear": out_features}
+        linears = _modules.linear_sizes(out_features, "linear")
         self.names = tuple(linears)
         for name, n in linears.items():
             if hasattr(self, name):
@@ -88,7 +89,10 @@ class _NormLinear(nnx.Module):
                 return "a layer has been replaced"
             return _read_norm(self.norm, x)
 
-        def read_linears(_: jax.Array) -> _modules.Linears:
+        def read_linears(_: jax.Array) -> _modules.Linears | str:
+            settings = _SETTINGS | {name: getattr(linears[0], name) for name in ("dtype", "precision")}
+            if any(getattr(a, name, value) != value for a in linears for name, value in settings.items()):
+                return "a Linear has other settings than the operator or than its neighbour"
             kernels = [layer.kernel[...] for layer in linears]
             biases = [None if layer.bias is None else layer.bias[...] for layer in linears]
             return _modules.Linears(kernels, biases, self.several, linears[0].dtype, linears[0].precision)
@@ -173,6 +177,11 @@ class RMSNormLinear(_NormLinear):
         options = {"use_bias": use_bias, "kernel_init": kernel_init, "bias_init": bias_init, "precision": precision}
         norm = RMSNorm(in_features, epsilon=epsilon, use_scale=use_scale, scale_init=scale_init, **both)
         super().__init__(norm, in_features, out_features, **options, **both)
+
+
+# The settings of a Linear by which the operators compute. Some are of a LinearGeneral alone.
+_SETTINGS = {"dot_general": jax.lax.dot_general, "promote_dtype": dtypes.promote_dtype, "preferred_element_type": None}
+_SETTINGS |= {"dot_general_cls": None, "axis": (-1,), "batch_axis": FrozenDict()}
 
 
 def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None = None) -> _modules.Norm | str:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -82,7 +81,8 @@ class Rules:
     def _bwd(self, settings, residuals, cotangents):
         saved, dtypes, flags = residuals
         wanted = _only(dtypes.value, _flags_of(flags))
-        return (self.bwd(settings, saved, _without_zeros(cotangents), wanted),)
+        is_used = [not isinstance(c, SymbolicZero) for c in jax.tree.leaves(cotangents)]
+        return (self.bwd(settings, saved, _only(cotangents, is_used), wanted),)
 
     @own_modes()
     def _jvp(self, settings, primals, tangents):
@@ -94,11 +94,6 @@ class Rules:
         results, saved = self.fwd(settings, operands, wanted)
         saved = jax.tree.map(lambda a: None if isinstance(a, Unneeded) else a, saved)
         return _batch_together(results), self.jvp(settings, operands, saved, tangents, results)
-
-
-def name_statistics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Row statistics under the name by which policies of `jax.checkpoint` find them."""
-    return {name: checkpoint_name(a, STATISTICS) for name, a in statistics.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +136,6 @@ def _only(arrays: Any, flags: Sequence[bool]) -> Any:
     """The tree with None in place of each leaf whose flag is False."""
     leaves, tree = jax.tree.flatten(arrays)
     return tree.unflatten([a if flag else None for a, flag in zip(leaves, flags, strict=True)])
-
-
-def _without_zeros(tree: Any) -> Any:
-    """The tree with None in place of each leaf that JAX marks as zero."""
-    return _only(tree, [not isinstance(a, SymbolicZero) for a in jax.tree.leaves(tree)])
 
 
 def _batching_primitive() -> Primitive:

@@ -122,7 +122,7 @@ class Operation(Generic[Operands, Results]):
             return operands
         names = self._reads(settings, dtypes)
         fields = zip(operands._fields, operands, strict=True)
-        return type(operands)(*[a if a is None or name in names else _nothing(a) for name, a in fields])
+        return type(operands)(*[a if name in names else jax.tree.map(lambda _: None, a) for name, a in fields])
 
     def _without_unused(self, used, *more):
         """A rule for JAX's removal of dead code: the equation without unused results, and without what only they need.
@@ -243,11 +243,6 @@ class Operation(Generic[Operands, Results]):
         if found:
             warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {found}", stacklevel=2)
         return None
-
-
-def _nothing(a: Any) -> Any:
-    """None in place of an array, or of each in a tuple."""
-    return tuple([None] * len(a)) if isinstance(a, tuple) else None
 
 
 class LinearOperation(Operation[Operands, Results]):

@@ -191,11 +191,7 @@ class Graph:
                 node = node.before
         return False
 
-    def run(
-        self,
-        arrays: Mapping[Value, Any],
-        results_of: Callable[[Node, list[Any]], Sequence[Any]],
-    ) -> list[Any]:
+    def run(self, arrays: Mapping[Value, Any], results_of: Callable[[Node, list[Any]], Sequence[Any]]) -> list[Any]:
         """The program's results.
 
         arrays: those of its inputs. results_of: a function from a node and its operands to the node's results.

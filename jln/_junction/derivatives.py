@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln._core.derivatives import PRODUCT, Rules, Unneeded, name_statistics
+from jln._core.derivatives import PRODUCT, STATISTICS, Rules, Unneeded
 from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, vary_together
 from jln._junction import arrays, gradients
@@ -113,7 +113,7 @@ def _fwd(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Arrays, 
         outcome = outcome._replace(y=_differentiate_once(outcome.y))
     total = operands.x if outcome.total is None else outcome.total
     there = operands._replace(total=total, y_scale=outcome.y_scale)
-    there = there._replace(**name_statistics(outcome.only(KEPT).present()))
+    there = there._replace(**{n: checkpoint_name(a, STATISTICS) for n, a in outcome.only(KEPT).present().items()})
     if not junction.norm.switches.subtract_mean:
         of_all -= {"mean"}
     # A statistic that nobody reads was not computed: what stands for it is batched as a result is.

@@ -238,12 +238,7 @@ def backward_of_two(
 
 
 def gradients_from_branch(
-    d: Array,
-    arrays: Arrays,
-    norm: Norm,
-    dtypes: Arrays,
-    batch_dims: int,
-    backward: Callable[..., Arrays],
+    d: Array, arrays: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, backward: Callable[..., Arrays]
 ) -> Arrays:
     """Terms (26), (27), (35) and (36) from the cotangent of total, the norm of x by a call of `backward`."""
     of_x = dataclasses.replace(norm, both_sides=False)

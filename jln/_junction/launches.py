@@ -12,17 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln._junction import formulas, tiles
-from jln._junction.arrays import (
-    COLUMNS,
-    DY,
-    OPERANDS,
-    RESULTS,
-    Arrays,
-    Norm,
-    Shape,
-    reads_of_results,
-    total_dtype,
-)
+from jln._junction.arrays import COLUMNS, DY, OPERANDS, RESULTS, Arrays, Norm, Shape, reads_of_results, total_dtype
 from jln._junction.eight_bits import LARGEST_EXPONENT
 from jln._junction.formulas import forward_of_two
 from jln._junction.geometry import (

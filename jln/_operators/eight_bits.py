@@ -152,7 +152,7 @@ def settings(
 def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
     if scale is None:
         return None
-    if _checks.is_number(scale) and not isinstance(scale, bool):
+    if _checks.is_number(scale):
         numbers = jnp.finfo(jnp.float32)
         if not float(numbers.tiny) <= scale <= float(numbers.max):
             raise ValueError(f"the scale of Float8 must be positive, and normal in float32; got {scale}")

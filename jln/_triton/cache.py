@@ -3,9 +3,9 @@
 JLN_CACHE_DIR names the folder, by its whole path, and set to nothing turns this off; without it the folder is `jln` in
 the user's cache.
 
-An entry's name is its key, a hash of all that its content depends on, and zlib's checksum says whether it is whole. So
-an entry is never wrong, only old: past `LIMIT` of them the ones that nobody has asked for the longest are removed.
-Whatever goes wrong with a file, the kernel is compiled.
+An entry's name is its key, a hash of all that its content depends on. The key is in the content, too, and zlib's
+checksum says whether that is whole. So an entry is never wrong, only old: past `LIMIT` of them the ones that nobody has
+asked for the longest are removed. Whatever goes wrong with a file, the kernel is compiled.
 
 A kernel does with the user's arrays what its author liked. So a file counts only if nobody but the user and root may
 have written it, which is judged when it is open. Triton's own cache does not ask whose a file is or whether it is
@@ -47,7 +47,7 @@ def entries() -> list[pathlib.Path]:
         return []
 
 
-def load(key: str) -> dict[str, Any] | None:
+def load(key: str) -> Any:
     """The entry stored under the key; None where there is none that is whole and the user's or root's."""
     if (where := folder()) is None:
         return None
@@ -57,11 +57,11 @@ def load(key: str) -> dict[str, Any] | None:
             status = os.fstat(file.fileno())
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return None
-            entry = json.loads(zlib.decompress(file.read()))
+            name, entry = json.loads(zlib.decompress(file.read()))
         with contextlib.suppress(OSError):  # of root's
             os.utime(path)
-        return entry
-    except (OSError, ValueError, zlib.error):
+        return entry if name == key else None
+    except (OSError, ValueError, TypeError, RecursionError, zlib.error):
         return None
 
 
@@ -70,6 +70,10 @@ def store(key: str, entry: dict[str, Any]) -> None:
     if (where := folder()) is None:
         return
     with contextlib.suppress(OSError):
+        if not where.exists():
+            near = next(path for path in where.parents if path.exists())
+            if os.geteuid() == 0 != near.stat().st_uid:  # sudo may keep HOME, of which root would take away a part
+                return
         where.mkdir(0o700, parents=True, exist_ok=True)
         if len(kept := entries()) >= LIMIT:  # a tenth of all make room, so that most calls look at none
             for path in sorted(kept, key=lambda path: path.lstat().st_mtime)[: len(kept) - LIMIT + 1 + LIMIT // 10]:
@@ -79,7 +83,7 @@ def store(key: str, entry: dict[str, Any]) -> None:
         descriptor, scratch = tempfile.mkstemp(_SUFFIX, dir=where)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(zlib.compress(json.dumps(entry).encode()))
+                file.write(zlib.compress(json.dumps([key, entry]).encode()))
             os.replace(scratch, where / (key + _SUFFIX))
         except BaseException:
             os.unlink(scratch)

@@ -165,9 +165,9 @@ def compiled(launch: Launch) -> Binary:
         options = backend.parse_options(launch.tile.options(launch.chip))
         key = _key(wanted, backend, options)
         if key not in _binaries:
-            if (stored := cache.load(key)) is not None:
-                _binaries[key] = Binary(**stored)
-            else:
+            try:
+                _binaries[key] = Binary(**cache.load(key))
+            except TypeError:  # there is no entry, or one with other fields
                 _binaries[key] = _compile(wanted, backend, options)
                 cache.store(key, dataclasses.asdict(_binaries[key]))
         return _binaries[key]

@@ -11,6 +11,7 @@ the file, and a file with a fault is left out.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -36,7 +37,7 @@ def entries(chip: Chip) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
         return {}
     try:
         return _parsed(pathlib.Path(path).expanduser().read_text(), chip_name(chip))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         _warn(f"jln leaves out its tuning file {path}: {type(error).__name__}: {error}")
         return {}
 
@@ -50,16 +51,18 @@ def _parsed(content: str, chip: str) -> dict[tuple[str, int, int], tuple[Tile, .
     for number, entry in enumerate(document["entries"]):
         tiles = tuple(Tile(*numbers) for numbers in entry["tiles"])
         for h in entry["h"]:
-            if (fault := _fault(entry["choice"], h, tiles)) is not None:
+            if (fault := _fault(entry["choice"], h, entry["itemsize"], tiles)) is not None:
                 raise ValueError(f"entry {number}: {fault}")
             found[entry["choice"], h, entry["itemsize"]] = tiles
     return found
 
 
-def _fault(choice: str, h: int, tiles: tuple[Tile, ...]) -> str | None:
+def _fault(choice: str, h: int, itemsize: int, tiles: tuple[Tile, ...]) -> str | None:
     """The reason why the kernels cannot run these tiles, or would give other results; None where they are sound."""
     if not tiles or len(tiles) > {"forward": 1, "backward": 2}.get(choice, 0):
         return f"{choice!r} has {len(tiles)} tiles"
+    if any(type(n) is not int for n in (h, itemsize, *(n for tile in tiles for n in dataclasses.astuple(tile)))):
+        return "it has what is no int where one belongs"
     for tile in tiles:
         sizes = [tile.rows, tile.columns, tile.warps]
         if [next_power_of_2(n) for n in sizes] != sizes or min(tile.stages, tile.programs_per_core) < 1:

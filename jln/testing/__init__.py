@@ -63,8 +63,8 @@ def check_vjp(
       dtype: the dtype to which floating arguments are cast before `f` sees them. None: as given. What the results are
         compared with is computed in float64.
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
-      elements: how many of an argument's elements to take differences of, chosen at random, but first those whose
-        gradient is not finite. None: all.
+      elements: how many of an argument's elements to take differences of one by one, chosen at random, but first those
+        whose gradient is not finite. The others are compared together, along a direction. None: all one by one.
       seed: of the cotangent and of the choice of elements.
 
     Returns:

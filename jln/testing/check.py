@@ -55,6 +55,16 @@ def check(order: int, f, args, reference, dtype, tolerance: Any, elements: int |
             slopes = derivatives.differences(call, exact.floats, weights, indices)
             found = zip(ours.names, got, indices, slopes, strict=True)
             rows = [Row.worst(name, "differences", a, t, allowed, chosen, off) for name, a, chosen, (t, off) in found]
+            # Elements beside a sample are compared together: each moves by its size, up or down.
+            directions = [derivatives.sizes(a) * random.choice([-1.0, 1.0], a.shape) for a in exact.floats]
+            starts, rest = [np.zeros(()) for _ in rows], [np.arange(row.compared < row.size) for row in rows]
+
+            def along(steps: Sequence[Any]) -> list[jax.Array]:
+                return call([a + t * d for a, t, d in zip(exact.floats, steps, directions, strict=True)])
+
+            slopes = derivatives.differences(along, starts, weights, rest)
+            beside = zip(rows, got, directions, slopes, strict=True)
+            rows = [row.beside(a, d, s, allowed) if s.size else row for row, a, d, s in beside]
     kind = "reverse-mode gradients" if order == 1 else "Hessian-vector products"
     name = getattr(f, "__name__", type(f).__name__)
     return Report(f"{name}: {kind} in {label}, random cotangent (seed {seed})", tuple(rows))

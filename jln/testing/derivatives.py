@@ -130,6 +130,12 @@ def slope(call: Call, cotangent: Sequence[Any], direction: Sequence[Any]) -> Cal
     return along
 
 
+def sizes(a: np.ndarray) -> np.ndarray:
+    """The sizes of elements, by which steps are chosen: at least the median one, or one near 0 would have no step."""
+    found = np.maximum(np.abs(a), np.median(np.abs(a)))
+    return np.where((found > 0) & (found < np.inf), found, 1.0)
+
+
 def differences(
     call: Call, floats: Sequence[np.ndarray], cotangent: Sequence[np.ndarray], indices: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
@@ -141,14 +147,13 @@ def differences(
 
     def slope(which: int, i: int) -> tuple[float, float]:
         a = floats[which]
-        size = max(abs(a.flat[i]), np.median(np.abs(a)))  # or an element near 0 would have no step
 
         def move(step: float) -> tuple[float, list[Any]]:
             point = a.copy()
             point.flat[i] += step
             return point.flat[i], program([*held[:which], point, *held[which + 1 :]])
 
-        return _slope(move, a.flat[i], size if 0 < size < np.inf else 1.0, cotangent)
+        return _slope(move, a.flat[i], sizes(a).flat[i], cotangent)
 
     with jax.debug_nans(False), jax.debug_infs(False):  # a step may leave the domain of a function
         slopes = [[slope(which, i) for i in chosen] for which, chosen in enumerate(indices)]

@@ -47,7 +47,7 @@ class Row:
 
     Attributes:
       name: the argument or result.
-      against: "reference", "differences", or of `check_fuse` "untouched".
+      against: "reference", "differences", "direction" (of all elements at once), or of `check_fuse` "untouched".
       index: of the worst element.
       got, expected: the value under test, and the one that it is compared with.
       error, tolerance: the distance between the two, and the largest that is allowed.
@@ -94,6 +94,21 @@ class Row:
         worst, true, distance, allowed = (float(b[at]) for b in (a, t, error, limit))
         verdict = bool(good.all()), bool(unsure[at])
         return cls(name, against, index, worst, true, distance, allowed, len(indices), size, *verdict)
+
+    def beside(self, got: Any, direction: np.ndarray, slope: np.ndarray, tolerance: Tolerance) -> Row:
+        """This row, or where it is right that of the derivative along a direction, if that is surely wrong.
+
+        Errors as large as the tolerance, under independent signs, add up to four times the root of the sum of their
+        squares with a probability of 2 exp(-8), by Hoeffding's inequality.
+
+        slope: the derivative by differences, and how far off it may be.
+        """
+        a, ((expected,), (off,)) = np.asarray(got, "float64"), slope
+        limit = 4 * np.linalg.norm(((tolerance.absolute + tolerance.relative * np.abs(a)) * direction).reshape(-1))
+        all_of_it = Tolerance(0.0, float(limit))
+        whole = Row.worst(self.name, "direction", np.sum(a * direction), expected, all_of_it, off=off)
+        is_worse = self.ok and np.isfinite(a).all() and whole.verdict == "WRONG"
+        return dataclasses.replace(whole, compared=self.size, size=self.size) if is_worse else self
 
     @property
     def verdict(self) -> str:

@@ -28,6 +28,22 @@ def test_what_is_not_finite_is_found_beside_a_sample(value):
     assert (row.verdict, row.index, row.compared, row.size) == ("WRONG", (17, 77), 3, 5000)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_element_is_found_beside_a_sample(seed):
+    report = testing.check_vjp(sine_with(lambda g: g.at[17, 77].multiply(1.01)), (MANY,), elements=3, seed=seed)
+    (row,) = report.rows
+    assert (row.verdict, row.against, row.index, row.compared) == ("WRONG", "direction", (), 5000)
+
+
+@pytest.mark.parametrize("f", [jnp.sin, jax.nn.relu, jax.nn.softmax, lambda x: 1 / x, lambda x: jnp.max(x, 0)])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_right_rules_are_right_beside_a_sample(f, dtype):
+    """Some of the elements lie next to kinks and poles."""
+    for seed in range(5):
+        report = testing.check_vjp(f, (MANY,), elements=3, dtype=dtype, seed=seed)
+        assert report.ok and all(row.against == "differences" for row in report.rows), report
+
+
 @pytest.mark.parametrize(
     ("f", "size"),
     [(jnp.sin, 1e10), (jnp.sin, 1e12), (jnp.sin, 1e15), (lambda x: x**3, 1e150)],

@@ -149,3 +149,36 @@ def test_a_layer_that_takes_the_place_of_another_is_called(name, make):
     setattr(pair, name, make(nnx.Rngs(1)))
     np.testing.assert_array_equal(pair(x), pair.linear(pair.norm(x)))
     assert jln.explain(pair, x)[0].why == "a layer has been replaced"
+
+
+def double(*args, **kwargs):
+    return 2 * jax.lax.dot_general(*args, **kwargs)
+
+
+def promote_doubled(arrays, dtype):
+    return tuple(None if a is None else 2 * jnp.asarray(a, dtype) for a in arrays)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rngs: nnx.Linear(8, 3, dot_general=double, rngs=rngs),
+        lambda rngs: nnx.Linear(8, 3, promote_dtype=promote_doubled, rngs=rngs),
+        lambda rngs: nnx.Linear(8, 3, preferred_element_type=jnp.bfloat16, rngs=rngs),
+        lambda rngs: nnx.Linear(8, 3, dtype=jnp.bfloat16, rngs=rngs),
+        lambda rngs: nnx.Linear(8, 3, precision="highest", rngs=rngs),
+        lambda rngs: nnx.LinearGeneral(8, 3, axis=-2, rngs=rngs),
+        lambda rngs: nnx.LinearGeneral(8, 3, dot_general_cls=lambda: double, rngs=rngs),
+    ],
+    ids=["dot_general", "promote_dtype", "preferred_element_type", "dtype", "precision", "axis", "dot_general_cls"],
+)
+def test_a_linear_with_settings_of_its_own_is_called(make):
+    """Be it the second of two, whose product has settings that the first has not."""
+    pair, x = ours.LayerNormLinear(8, {"a": 5, "b": 3}, rngs=nnx.Rngs(0)), normal(0, (4, 8, 8), "float32")
+    assert jln.explain(pair, x)[0].path == "fused"
+    pair.b = make(nnx.Rngs(1))
+    z = pair.norm(x)
+    for own, theirs in zip(pair(x), (pair.a(z), pair.b(z)), strict=True):
+        assert own.dtype == theirs.dtype
+        np.testing.assert_array_equal(own, theirs)
+    assert "other settings" in jln.explain(pair, x)[0].why

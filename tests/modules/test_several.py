@@ -232,3 +232,17 @@ def test_stacked_layers_in_a_scan(framework):
         carry = layer(carry)
     # the tolerance for three layers in float32
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, carry)
+
+
+@pytest.mark.parametrize("features", [{}, {"k": {"out_features": 16, "use_bias": False}}], ids=["none", "arguments"])
+@pytest.mark.parametrize("framework", WITH_LINEARS)
+def test_features_that_are_none_say_what_to_write(framework, features):
+    def make():
+        if framework == "nnx":
+            return jln.nnx.LayerNormLinear(8, features, rngs=nnx.Rngs(0))
+        if framework == "linen":
+            return jln.linen.LayerNormDense(features).init(jax.random.key(0), jnp.zeros(SHAPE))
+        return hk.transform(lambda x: jln_haiku.LayerNormLinear(features)(x)).init(None, jnp.zeros(SHAPE))
+
+    with pytest.raises(ValueError, match=r"several a mapping; got \{.*jln.fuse\(loss, linears=True\)"):
+        make()

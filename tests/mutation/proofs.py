@@ -96,6 +96,13 @@ PROOFS = [
         "drawn",
         (f"{DIFFERENCES}test_what_is_not_finite_is_found_beside_a_sample",),
     ),
+    Mutant(
+        "elements beside a sample that nothing looks at",
+        CHECK,
+        "row.beside(a, d, s, allowed) if s.size else row",
+        "row",
+        (f"{DIFFERENCES}test_a_wrong_element_is_found_beside_a_sample",),
+    ),
     # Measured tiles
     Mutant(
         "backward passes with more to hold given measured tiles",
@@ -114,9 +121,30 @@ PROOFS = [
     Mutant(
         "tiles that no kernel can run",
         TUNING,
-        'if (fault := _fault(entry["choice"], h, tiles)) is not None:',
+        'if (fault := _fault(entry["choice"], h, entry["itemsize"], tiles)) is not None:',
         "if fault := None:",
         ("tests/triton/test_tuning.py::test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out[absurd warps]",),
+    ),
+    Mutant(
+        "an entry under another's name",
+        "jln/_triton/cache.py",
+        "entry if name == key else None",
+        "entry",
+        ("tests/triton/test_cache.py::test_what_is_no_entry_of_the_key_is_as_none[another key's]",),
+    ),
+    Mutant(
+        "root's folder in a user's home",
+        "jln/_triton/cache.py",
+        "os.geteuid() == 0 != near.stat().st_uid",
+        "False",
+        ("tests/triton/test_cache.py::test_root_makes_no_folder_in_a_users_home",),
+    ),
+    Mutant(
+        "a Linear's own settings not looked at",
+        "jln/nnx.py",
+        "getattr(a, name, value) != value",
+        "False",
+        ("tests/modules/test_nnx.py::test_a_linear_with_settings_of_its_own_is_called",),
     ),
     # Explaining
     Mutant(

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -315,7 +316,8 @@ def test_what_is_wrong_in_the_cache_is_compiled_again():
     binary = lowering.compiled(launched)
     (entry,) = cache.entries()
     good = entry.read_bytes()
-    for bad in (b"", good[:-1], good[:20], b"x" + good[1:], zlib.compress(b"not json")):
+    other = zlib.compress(json.dumps([entry.stem, {"name": "kernel"}]).encode())
+    for bad in (b"", good[:-1], good[:20], b"x" + good[1:], zlib.compress(b"not json"), other):
         entry.write_bytes(bad)
         lowering._binaries.clear()
         assert lowering.compiled(launched) == binary

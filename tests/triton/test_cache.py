@@ -5,12 +5,14 @@ What their names depend on is tested in tests/program/test_launch.py.
 
 import concurrent.futures
 import errno
+import json
 import multiprocessing
 import os
 import pathlib
 import pwd
 import resource
 import stat
+import zlib
 
 import pytest
 
@@ -69,6 +71,24 @@ def test_set_to_nothing_it_is_off(monkeypatch, tmp_path):
     cache.store(KEY, ENTRY)
     assert cache.folder() is None and cache.load(KEY) is None and cache.entries() == []
     assert list(tmp_path.iterdir()) == []
+
+
+NO_ENTRIES = {
+    "another key's": [OTHER_KEY, ENTRY],
+    "no key's": ENTRY,
+    "a number": 1,
+    "a list of three": [KEY, ENTRY, 1],
+    "too deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", NO_ENTRIES.values(), ids=NO_ENTRIES)
+def test_what_is_no_entry_of_the_key_is_as_none(content, folder):
+    """As where files were renamed, or linked, by whom the folder lets."""
+    cache.store(KEY, ENTRY)
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / f"{KEY}.jln").write_bytes(zlib.compress(text.encode()))
+    assert cache.load(KEY) is None
 
 
 DAMAGES = (lambda b: b"", lambda b: b[:-1], lambda b: b[:9], lambda b: b[:40] + b"?" + b[41:])
@@ -221,6 +241,16 @@ def test_nobody_else_may_do_anything_with_what_is_made(folder):
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / f"{KEY}.jln")] == [0o700, 0o600]
+
+
+def test_root_makes_no_folder_in_a_users_home(monkeypatch, tmp_path):
+    """Under sudo HOME may still be the user's."""
+    if os.geteuid() == 0:
+        os.chown(tmp_path, SOMEBODY, SOMEBODY)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / ".cache" / "jln"))
+    cache.store(KEY, ENTRY)
+    assert list(tmp_path.iterdir()) == [] and cache.load(KEY) is None
 
 
 def test_entry_of_another_user_is_not_taken_but_replaced(folder, belongs):

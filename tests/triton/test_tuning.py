@@ -113,7 +113,10 @@ ENTRIES = {
     "an unknown choice": (GOOD | {"choice": "sideways"}, "'sideways' has 1 tiles"),
     "no tiles": ({k: v for k, v in GOOD.items() if k != "tiles"}, "KeyError: 'tiles'"),
     "two tiles forward": (entry(OTHER, OTHER), "'forward' has 2 tiles"),
-    "a fraction": (GOOD | {"tiles": [[4, 128, 2.5, 1, 1]]}, "AttributeError: "),
+    "a fraction": (GOOD | {"tiles": [[4, 128, 2.5, 1, 1]]}, "entry 1: it has what is no int"),
+    "half a stage": (GOOD | {"tiles": [[4, 128, 2, 1.5, 1]]}, "entry 1: it has what is no int"),
+    "a length that is none": (GOOD | {"h": [True]}, "entry 1: it has what is no int"),
+    "bytes in words": (GOOD | {"itemsize": "2"}, "entry 1: it has what is no int"),
     "too many numbers": (GOOD | {"tiles": [[4, 128, 2, 1, 1, 9]]}, "TypeError: "),
     "no power of 2": (entry(Tile(3, 128, 2)), "has numbers that it cannot have"),
     "no columns": (entry(Tile(4, 0, 2)), "has numbers that it cannot have"),
@@ -139,6 +142,7 @@ def test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out(case, tuning_fi
 
 FILES = {
     "not JSON": ("{", "JSONDecodeError"),
+    "too deep": ("[" * 100_000, "RecursionError"),
     "not text": (b"\xff\xfe\x00", "UnicodeDecodeError"),
     "a list": ("[]", "TypeError"),
     "no entries": ('{"chip": "h200"}', "KeyError: 'entries'"),

@@ -11,25 +11,9 @@ The numbers in brackets are the equations of `jln._junction.formulas`.
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import (
-    columns_at,
-    columns_from,
-    group_of,
-    rows_at,
-    rows_of,
-    tile_from,
-    tiles_of,
-)
+from jln._junction.kernels.addresses import columns_at, columns_from, group_of, rows_at, rows_of, tile_from, tiles_of
 from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded
-from jln._junction.kernels.terms import (
-    apply_gate,
-    load_offset,
-    load_scale,
-    load_total,
-    normed,
-    rstd_of,
-    widen,
-)
+from jln._junction.kernels.terms import apply_gate, load_offset, load_scale, load_total, normed, rstd_of, widen
 
 
 @triton.jit
