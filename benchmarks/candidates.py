@@ -32,7 +32,7 @@ import typer
 
 import jln
 from jln._junction import tiles
-from jln._triton.chip import Chip, named_chip
+from jln._triton.chip import Chip, chip_by_name
 from jln._triton.target import Recorder, using
 from jln._triton.tile import Tile, next_power_of_2
 from jln._triton.tuning import chip_name
@@ -64,7 +64,7 @@ def recorded(name: str, direction: str, candidate: Candidate, chip: str) -> list
     """The launches of a workload's direction with the candidate's tiles."""
     workload = WORKLOADS[name]
     step = workload.step(workload.function(implementation="triton"))
-    with answers(direction, candidate), using(recorder := Recorder(named_chip(chip))):
+    with answers(direction, candidate), using(recorder := Recorder(chip_by_name(chip))):
         jax.jit(lambda *arrays: step(*arrays)).lower(*workload.step_arguments())
     return [a for a in recorder.launches if (a.kernel.fn.__name__ == "forward_kernel") == (direction == "forward")]
 

@@ -132,7 +132,7 @@ def compile_for(
     args = jax.tree.map(functools.partial(_place, gpus=gpus), args)
     if all(leaf.sharding is None for leaf in jax.tree.leaves(args)):
         raise ValueError(f"no argument lies on the {devices} GPUs: shard one over program.mesh({chip!r}, ...)")
-    with using(Gpu(chips.named_chip(chip))):  # a new function each time, since JAX's caches do not know the chip
+    with using(Gpu(chips.chip_by_name(chip))):  # a new function each time, since JAX's caches do not know the chip
         compiled = jax.jit(lambda *args: fn(*args)).lower(*args).compile(compiler_options)
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     assert hlo is not None and memory is not None  # as some other backends' are

@@ -17,7 +17,7 @@ import numpy as np
 DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
 
 
-def _described(a: Any) -> str:
+def _describe(a: Any) -> str:
     return f"{a.dtype.name}[{','.join(map(str, a.shape))}]"
 
 
@@ -25,18 +25,18 @@ def array(name: str, value: Any) -> jax.Array:
     """`value` as a JAX array of a supported dtype: a JAX or NumPy array, or an object with `__jax_array__`."""
     if isinstance(value, jax.Array) and value.dtype in DTYPES:  # at once: an eager call takes no longer than its checks
         if value.dtype == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-            raise TypeError(f"{name} is {_described(value)}, made while jax_enable_x64 was on; now it is off")
+            raise TypeError(f"{name} is {_describe(value)}, made while jax_enable_x64 was on; now it is off")
         return value
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
         return array(name, value.__jax_array__())
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{name} must be an array; got {type(value).__name__}")
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{name} must be an array without a mask; got {_described(value)} with one: {name}.filled(...)")
+        raise TypeError(f"{name} must be an array without a mask; got {_describe(value)} with one: {name}.filled(...)")
     if value.dtype not in DTYPES:  # before JAX sees it, which cannot hold all that NumPy can
         expected = ", ".join(d.name for d in DTYPES)
         foreign = "" if getattr(value.dtype, "isnative", True) else " in another byte order than this machine's"
-        raise TypeError(f"{name} must have one of the dtypes {expected}; got {_described(value)}{foreign}")
+        raise TypeError(f"{name} must have one of the dtypes {expected}; got {_describe(value)}{foreign}")
     return jnp.asarray(value)
 
 
@@ -61,7 +61,7 @@ def optional_array(name: str, value: Any) -> jax.Array | None:
 
 def shape(name: str, value: jax.Array | None, expected: tuple[int, ...], why: str) -> None:
     if value is not None and value.shape != expected:
-        raise ValueError(f"{name} must have shape {expected}, {why}; got {_described(value)}")
+        raise ValueError(f"{name} must have shape {expected}, {why}; got {_describe(value)}")
 
 
 def parameter(
@@ -80,7 +80,7 @@ def parameter(
     if value.shape != normalised and not (varies_over_x and tuple(value.shape[a] for a in axes) in of_axes):
         rows = f" and on all of {axes} together" if may_be_rows else ""
         expected = f"{normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size on every other axis{rows}"
-        raise ValueError(f"{name} must have shape {expected}; got {_described(value)} for x {_described(x)}")
+        raise ValueError(f"{name} must have shape {expected}; got {_describe(value)} for x {_describe(x)}")
     return value
 
 
@@ -91,7 +91,7 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
     sum.
     """
     if is_number(value):
-        dtype = promoted(jnp.dtype("float32"), *(a.dtype for a in (x, residual) if a is not None))
+        dtype = promote(jnp.dtype("float32"), *(a.dtype for a in (x, residual) if a is not None))
         if not abs(value) <= float(np.finfo(dtype).max):
             raise ValueError(f"gate must be a number that {dtype} holds; got {value}")
         return jnp.full((1,) * x.ndim, value, dtype)
@@ -101,7 +101,7 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
     return parameter("gate", value, x, axes, tuple(x.shape[a] for a in axes), may_be_rows=True)
 
 
-def promoted(*dtypes: Any) -> Any:
+def promote(*dtypes: Any) -> Any:
     """The dtype to which `dtypes` promote in JAX's own mode, the documented one, whatever mode the user has set."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)
@@ -128,7 +128,7 @@ def _linear(kernel: Any, bias: Any, x: jax.Array, index: str = "") -> tuple[jax.
     kernel, bias = array(f"kernel{index}", kernel), optional_array(f"bias{index}", bias)
     if kernel.ndim < 2 or kernel.shape[0] != x.shape[-1]:
         expected = f"({x.shape[-1]}, *features), its first axis as long as x's last, with one axis of features or more"
-        raise ValueError(f"kernel{index} must have shape {expected}; got {_described(kernel)} for x {_described(x)}")
+        raise ValueError(f"kernel{index} must have shape {expected}; got {_describe(kernel)} for x {_describe(x)}")
     shape(f"bias{index}", bias, kernel.shape[1:], f"that of kernel{index}'s axes after the first")
     return kernel, bias
 

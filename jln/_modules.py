@@ -73,7 +73,7 @@ class Layer(NamedTuple):
         if residual is not None:
             x, residual = _checks.array("x", x), _checks.array("residual", residual)
             _checks.shape("residual", residual, x.shape, "that of x")
-            like = jax.ShapeDtypeStruct(x.shape, _checks.promoted(x.dtype, residual.dtype))
+            like = jax.ShapeDtypeStruct(x.shape, _checks.promote(x.dtype, residual.dtype))
         terms = _read(self, like) if isinstance(x, _ARRAY) else f"x is a {type(x).__name__}, not an array"
         if not isinstance(terms, str):
             y, total = _by_operator(*terms, summands(x, residual), quantize)
@@ -160,8 +160,8 @@ def _read(layer: Layer, x: Any) -> tuple[Norm, Linears | None] | str:
     parameters = [a for a in (*linears.kernels, *linears.biases) if a is not None]
     if not all(isinstance(a, _ARRAY) for a in parameters):
         return "a Linear has parameters that are no arrays"
-    product = jnp.dtype(linears.dtype or _checks.promoted(norm.dtype, *(a.dtype for a in parameters)))
-    if norm.dtype != product or _checks.promoted(x.dtype, product) != product:
+    product = jnp.dtype(linears.dtype or _checks.promote(norm.dtype, *(a.dtype for a in parameters)))
+    if norm.dtype != product or _checks.promote(x.dtype, product) != product:
         return f"one operator would round differently: x is {x.dtype}, the norm {norm.dtype}, the product {product}"
     return norm, linears
 
@@ -179,7 +179,7 @@ def _read_norm(layer: Layer, x: Any) -> Norm | str:
     if not all(isinstance(a, _ARRAY) and a.shape == x.shape[-1:] for a in parameters):
         return f"a parameter is not an array of shape {x.shape[-1:]}"
     dtypes = [jax.dtypes.canonicalize_dtype(a.dtype) for a in (x, *parameters)]
-    dtypes.append(jax.dtypes.canonicalize_dtype(norm.dtype or _checks.promoted(*dtypes)))
+    dtypes.append(jax.dtypes.canonicalize_dtype(norm.dtype or _checks.promote(*dtypes)))
     if not {*dtypes} <= {*_checks.DTYPES}:
         return f"the norm has the dtypes {', '.join(d.name for d in dtypes)}"
     if jnp.float64 in dtypes and not dtypes[0] == dtypes[-1] == jnp.float64:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import jln
-from jln._junction.linears.tiles import unfenced
+from jln._junction.linears.tiles import missing_fence
 from jln._triton import cache, ptxas, target, tuning
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 from jln.testing.operators import FORMS, step
@@ -111,9 +111,9 @@ def _facts(chip: Chip) -> Iterator[str]:
     yield f"Kernels are for {chip.name}, {chip}, of {chip.cores} cores."
     if measured := tuning.entries(chip):
         yield f"{len(measured)} of their tiles are as measured, of {os.environ[tuning.VARIABLE]}."
-    if not chip.is_amd and (assembler := ptxas.found()) is not None:
+    if not chip.is_amd and (assembler := ptxas.find()) is not None:
         yield f"Their assembler: {ptxas.missing(chip) or assembler}."
-    if (why := unfenced(chip)) is not None:
+    if (why := missing_fence(chip)) is not None:
         yield f"{why}."
     if chip.platform not in target.UNASKED:
         yield 'None stays XLA until a card has measured the kernels; implementation="triton" asks for them.'

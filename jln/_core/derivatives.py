@@ -160,7 +160,7 @@ def _batching_primitive() -> Primitive:
         grown = [jnp.broadcast_to(a, (size, *a.shape)) if d is None else a for a, d in zip(operands, dims, strict=True)]
         return together.bind(*grown), [d or 0 for d in dims]
 
-    def without_unused(used, *more):
+    def drop_unused(used, *more):
         eqn = more[-1]
         if not any(used):
             return [False] * len(used), None
@@ -168,7 +168,7 @@ def _batching_primitive() -> Primitive:
         return list(used), eqn.replace(invars=invars, outvars=outvars)
 
     batching.primitive_batchers[together] = batch
-    partial_eval.dce_rules[together] = without_unused
+    partial_eval.dce_rules[together] = drop_unused
     return together
 
 
@@ -225,7 +225,7 @@ def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., 
     compiled all the same: JAX evaluates no custom_vjp function there.
     """
 
-    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = jax.jit(function, static_argnums=range(static), inline=_INTO_THE_TRACE)
 
         @functools.wraps(function)
@@ -239,4 +239,4 @@ def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., 
 
         return call
 
-    return decorated
+    return decorate

@@ -39,7 +39,7 @@ class Context:
     manual: frozenset[str] = frozenset()
 
 
-def spreading(context: mlir.ModuleContext, platform: str | None) -> tuple[Context | None, str | None]:
+def find_context(context: mlir.ModuleContext, platform: str | None) -> tuple[Context | None, str | None]:
     """Return the devices over which JAX's partitioner will spread the program, and why a kernel cannot run.
 
     The first is None where the partitioner spreads nothing, the second where a kernel can run.

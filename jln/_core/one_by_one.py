@@ -48,11 +48,11 @@ def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
         of_all = next((size[0] for size in sizes if size[0] != 1), 1)  # symbolic sizes have no largest
         shared = [a.shape[0] != of_all for a in leaves]
 
-        def of_one(differing: list[jax.Array]) -> Any:
+        def compute_one(differing: list[jax.Array]) -> Any:
             left = iter(differing)
             of_example = [a[0] if is_shared else next(left) for a, is_shared in zip(leaves, shared, strict=True)]
             return call(tree.unflatten(of_example), settings, dtypes, batch_dims - 1, **how)
 
-        return jax.lax.map(of_one, [a for a, is_shared in zip(leaves, shared, strict=True) if not is_shared])
+        return jax.lax.map(compute_one, [a for a, is_shared in zip(leaves, shared, strict=True) if not is_shared])
 
     return call

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jln._core.devices import needs_devices, spreading
+from jln._core.devices import find_context, needs_devices
 from jln._core.identity import identity
 from jln._core.layout import Layout, leaves_or_none
 from jln._core.modes import own_modes
@@ -96,7 +96,7 @@ class Operation(Generic[Operands, Results]):
         ad.primitive_jvps[primitive] = self._jvp
         watch_for_nan(primitive)
         if reads is not None:
-            partial_eval.dce_rules[primitive] = self._without_unused
+            partial_eval.dce_rules[primitive] = self._drop_unused
         for platform in (None, "cpu", "tpu", "cuda", "rocm"):
             mlir.register_lowering(primitive, functools.partial(self._lower, platform), platform=platform)
 
@@ -109,14 +109,14 @@ class Operation(Generic[Operands, Results]):
         *,
         implementation: str | None,
     ) -> Results:
-        given, tree = jax.tree.flatten(self._needed(operands, settings, dtypes))
+        given, tree = jax.tree.flatten(self._drop_unread(operands, settings, dtypes))
         request = Request(settings, dtypes, batch_dims)
         written = self._primitive.bind(
             *given, tree=tree, request=request, implementation=implementation, contains=needs_devices()
         )
         return jax.tree.unflatten(jax.tree.structure(dtypes), written)
 
-    def _needed(self, operands: Any, settings: Hashable, dtypes: Results) -> Any:
+    def _drop_unread(self, operands: Any, settings: Hashable, dtypes: Results) -> Any:
         """The operands with None in place of those that no wanted result is made of."""
         if self._reads is None:
             return operands
@@ -124,7 +124,7 @@ class Operation(Generic[Operands, Results]):
         fields = zip(operands._fields, operands, strict=True)
         return type(operands)(*[a if name in names else jax.tree.map(lambda _: None, a) for name, a in fields])
 
-    def _without_unused(self, used, *more):
+    def _drop_unused(self, used, *more):
         """A rule for JAX's removal of dead code: the equation without unused results, and without what only they need.
 
         From JAX 0.12 on a rule is also told which inputs are alive.
@@ -136,7 +136,7 @@ class Operation(Generic[Operands, Results]):
         structure = jax.tree.structure(request.dtypes)
         is_used = structure.unflatten(used)
         dtypes = jax.tree.map(lambda dtype, is_used: dtype if is_used else None, request.dtypes, is_used)
-        places = self._needed(tree.unflatten(range(len(eqn.invars))), request.settings, dtypes)
+        places = self._drop_unread(tree.unflatten(range(len(eqn.invars))), request.settings, dtypes)
         kept_places, request = set(jax.tree.leaves(places)), dataclasses.replace(request, dtypes=dtypes)
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
 
@@ -198,7 +198,7 @@ class Operation(Generic[Operands, Results]):
             implementation = "xla"
         elif 0 in sizes:  # never worth a kernel
             implementation = "xla"
-        spread, reason = (None, None) if self._layout is None else spreading(ctx.module_context, platform)
+        spread, reason = (None, None) if self._layout is None else find_context(ctx.module_context, platform)
         if reason is not None:
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot run {reason}")

@@ -47,8 +47,8 @@ def partition(
         mesh = with_prime_axes(context.mesh if mesh.empty else mesh)
         operands, results = ([on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
         placement = place(mesh, layout, operands, results, whole, may_gather=True)
-        h_axes, gathered = placement.over(Kind.HIDDEN), placement.gathered()
-        summed = [placement.summed(r) for r in layout.written]
+        h_axes, gathered = placement.over(Kind.HIDDEN), placement.gather_axes()
+        summed = [placement.sum_axes(r) for r in layout.written]
         out = placement.shardings([r.dims for r in layout.written], results)
         scattered = [_scatter(o, r, s) for o, r, s in zip(out, results, summed, strict=True)]
         shared = {a for _, axes in gathered for a in axes}
@@ -113,7 +113,7 @@ def _partition_for_xla(
     def plan(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         operands, results = ([on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
         placement = place(mesh, layout, operands, results, whole)
-        over = [tuple(a for axes in placement.summed(r) for a in axes) for r in sums]
+        over = [tuple(a for axes in placement.sum_axes(r) for a in axes) for r in sums]
         placement.axes.update({d.computed: axes for d, axes in zip(in_front, over, strict=True)})
         parts = [math.prod(mesh.shape[a] for a in axes) for axes in over]
         on_each_device = on_one_device(lambda *operands: in_shares(shares(*operands), parts))

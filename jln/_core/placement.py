@@ -29,7 +29,7 @@ class Placement:
     axes: dict[Dim, MeshAxes]
 
     def sharding(self, dims: Dims, shape: tuple[int, ...]) -> NamedSharding:
-        of_features = self._of_features(dims)
+        of_features = self._feature_axes(dims)
 
         def split(dim: Dim) -> MeshAxes | None:
             axes = self.axes.get(dim.computed, ())
@@ -46,24 +46,24 @@ class Placement:
         """The mesh axes that split dimensions of this kind."""
         return tuple(dict.fromkeys(a for dim, axes in self.axes.items() if dim.kind == kind for a in axes))
 
-    def gathered(self) -> Gathered:
+    def gather_axes(self) -> Gathered:
         """The axes of x whose rows a product needs of all devices along some mesh axes, each with these mesh axes."""
         of_features = self.over(Kind.FEATURE)
         rows = {d.index: axes for d, axes in self.axes.items() if d.kind == Kind.ROW}
         shared = ((i, tuple(a for a in axes if a in of_features)) for i, axes in rows.items())
         return tuple((i, axes) for i, axes in shared if axes)
 
-    def summed(self, result: Result) -> list[MeshAxes]:
+    def sum_axes(self, result: Result) -> list[MeshAxes]:
         """The mesh axes over which devices have shares of a result, for each kind of dimension it is summed over.
 
         A dimension of examples that the result has itself is none of these.
         """
-        gathered = {a for _, axes in self.gathered() for a in axes}
+        gathered = {a for _, axes in self.gather_axes() for a in axes}
         own = {a for d in result.dims if d.kind == Kind.BATCH for a in self.axes.get(d.computed, ())}
-        left_out = {Kind.FEATURE: gathered, Kind.ROW: self._of_features(result.dims), Kind.BATCH: own}
+        left_out = {Kind.FEATURE: gathered, Kind.ROW: self._feature_axes(result.dims), Kind.BATCH: own}
         return [tuple(a for a in self.over(kind) if a not in left_out.get(kind, ())) for kind in result.summed]
 
-    def _of_features(self, dims: Dims) -> set[str]:
+    def _feature_axes(self, dims: Dims) -> set[str]:
         return {a for d in dims if d.kind == Kind.FEATURE for a in self.axes.get(d.computed, ())}
 
 

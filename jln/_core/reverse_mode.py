@@ -46,7 +46,7 @@ def in_reverse_mode(
         del jaxpr  # in which JAX would look for no NaN
         return _only(jax.tree.leaves(function(settings, tree.unflatten(leaves))), used)
 
-    def of_jaxpr(*leaves, jaxpr, used, **_):
+    def evaluate_jaxpr(*leaves, jaxpr, used, **_):
         return _only(jaxpr_as_fun(jaxpr)(*leaves), used)
 
     def batch(leaves, dims, *, jaxpr, used, settings, tree):
@@ -65,15 +65,15 @@ def in_reverse_mode(
         del jaxpr
         moved = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-        def of_moved(*given):
+        def call_moved(*given):
             leaves = list(primals)
             for i, a in zip(moved, given, strict=True):
                 leaves[i] = a
             return _only(jax.tree.leaves(derivative(settings, tree.unflatten(leaves))), used)
 
-        return jax.jvp(of_moved, [primals[i] for i in moved], [tangent.bind(tangents[i]) for i in moved])
+        return jax.jvp(call_moved, [primals[i] for i in moved], [tangent.bind(tangents[i]) for i in moved])
 
-    def without_unused(used, *more):
+    def drop_unused(used, *more):
         eqn = more[-1]  # from JAX 0.12 on a rule is also told which inputs are alive
         if not any(used):
             return [False] * len(eqn.invars), None
@@ -88,8 +88,8 @@ def in_reverse_mode(
     ad.primitive_jvps[primitive] = differentiate
     watch_for_nan(primitive)
     batching.primitive_batchers[primitive] = batch
-    partial_eval.dce_rules[primitive] = without_unused
-    mlir.register_lowering(primitive, mlir.lower_fun(of_jaxpr, multiple_results=True))
+    partial_eval.dce_rules[primitive] = drop_unused
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluate_jaxpr, multiple_results=True))
     return call
 
 

@@ -17,14 +17,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jln import _explain
 from jln._core.policies import keeps_products_alone, kept_by
 from jln._fuse.calls import Options
-from jln._fuse.graph import Graph, Node, bound
+from jln._fuse.graph import Graph, Node, bind
 from jln._fuse.rewriting import Finding, rewrite
 
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 WITH_BODIES = ("scan", "while", "cond", "jit", "pjit", "closed_call", "core_call")
 
 
-def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, findings: list[Finding]) -> list[Any]:
+def evaluate(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, findings: list[Finding]) -> list[Any]:
     """The program's results, with operators in the place of its norms. findings: where its own are added."""
     graph = Graph(program)
     own = rewrite(graph, options) if _is_of_known_shapes(program.jaxpr) else []
@@ -33,12 +33,12 @@ def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, fin
 
     def results_of(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
         if node.equation is None:
-            with _written_by(node.outputs[0].maker):
-                return _called(node, operands)
+            with _author_context(node.outputs[0].maker):
+                return _call(node, operands)
         if node.position in left:
             _note_left(left.pop(node.position))
-        with _written_by(node):
-            return _bound(node.equation, operands, options, findings)
+        with _author_context(node):
+            return _bind(node.equation, operands, options, findings)
 
     results = graph.run(dict(zip(graph.inputs, arrays, strict=True)), results_of)
     for finding in left.values():  # of which nothing runs
@@ -58,7 +58,7 @@ def _is_of_known_shapes(jaxpr: Jaxpr) -> bool:
 
 
 @contextlib.contextmanager
-def _written_by(node: Node | None):
+def _author_context(node: Node | None):
     """Have what is traced know the author's place in the code, the name scopes around it and its context."""
     if node is None:
         yield
@@ -81,7 +81,7 @@ def place(node: Node) -> str:
     return source_info_util.summarize(infos[0])
 
 
-def _called(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+def _call(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of a call, which is noted as an operator at the author's line if it is one."""
     assert node.call is not None
     finding: Finding | None = node.remark
@@ -96,7 +96,7 @@ def _called(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
         return node.call(*operands)
 
 
-def _bound(equation: Any, operands: Sequence[Any], options: Options, findings: list[Finding]) -> Sequence[Any]:
+def _bind(equation: Any, operands: Sequence[Any], options: Options, findings: list[Finding]) -> Sequence[Any]:
     """The results of an equation, its bodies rewritten where they have norms."""
     primitive, params = equation.primitive, equation.params
     # One that is differentiated stays: it is what backward makes again, which `jax.checkpoint` would not say of it.
@@ -110,24 +110,22 @@ def _bound(equation: Any, operands: Sequence[Any], options: Options, findings: l
         )
 
         def function(*arrays: Any) -> Any:
-            return evaluated(body, arrays, options, findings)
+            return evaluate(body, arrays, options, findings)
 
         return jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
     if primitive.name == "shard_map":
-        return _sharded(params, operands, options, findings)
+        return _shard(params, operands, options, findings)
     if primitive.name in WITH_BODIES:
-        params = {n: _rewritten_in(p, options, findings) for n, p in params.items()}
-    return bound(equation, operands, params)
+        params = {n: _rewrite_in(p, options, findings) for n, p in params.items()}
+    return bind(equation, operands, params)
 
 
-def _sharded(
-    params: dict[str, Any], operands: Sequence[Any], options: Options, findings: list[Finding]
-) -> Sequence[Any]:
+def _shard(params: dict[str, Any], operands: Sequence[Any], options: Options, findings: list[Finding]) -> Sequence[Any]:
     body = ClosedJaxpr(params["jaxpr"], ())
     axes = params.get("newly_manual_axes") or params["manual_axes"]
 
     def function(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(evaluated(body, arrays, options, findings))
+        return tuple(evaluate(body, arrays, options, findings))
 
     return jax.shard_map(
         function,
@@ -139,21 +137,21 @@ def _sharded(
     )(*operands)
 
 
-def _rewritten_in(param: Any, options: Options, findings: list[Finding]) -> Any:
+def _rewrite_in(param: Any, options: Options, findings: list[Finding]) -> Any:
     """An equation's parameter, with the bodies in it rewritten."""
     if isinstance(param, ClosedJaxpr):
-        return _rewritten(param, options, findings)
+        return _rewrite(param, options, findings)
     if isinstance(param, tuple) and any(isinstance(p, ClosedJaxpr) for p in param):
-        return tuple(_rewritten_in(p, options, findings) for p in param)
+        return tuple(_rewrite_in(p, options, findings) for p in param)
     return param
 
 
-def _rewritten(body: ClosedJaxpr, options: Options, findings: list[Finding]) -> ClosedJaxpr:
+def _rewrite(body: ClosedJaxpr, options: Options, findings: list[Finding]) -> ClosedJaxpr:
     """The body with operators in it; as it was where it has no norm."""
     own: list[Finding] = []
 
     def same(*arrays: Any) -> list[Any]:
-        results = evaluated(body, arrays, options, own)
+        results = evaluate(body, arrays, options, own)
         return [_as(v, a) for v, a in zip(body.out_avals, results, strict=True)]
 
     rewritten = jax.make_jaxpr(same)(*body.in_avals)

@@ -14,7 +14,7 @@ from jln._fuse.graph import Value
 from jln._fuse.junctions import Addition, Junction
 from jln._fuse.linears import Linear
 from jln._fuse.norms import Norm
-from jln._fuse.regions import Parameter, peeled, plus
+from jln._fuse.regions import Parameter, peel, plus
 
 OPERATORS = {name: getattr(_operators, name) for name in _operators.__all__}
 
@@ -157,7 +157,7 @@ def _around_zero(scale: Parameter, constants: Constants) -> Parameter | None:
     source = plus(scale.source, 1.0, constants)
     if source is None:
         return None
-    inner = peeled(source, constants)
+    inner = peel(source, constants)
     if inner.shape == scale.shape or len(inner.shape) == len(scale.shape):
         return inner
     in_front = scale.shape[: len(scale.shape) - len(inner.shape)]
@@ -172,14 +172,14 @@ def results_of(
     results = call(*arrays)
     ys, total = results if junction is not None or hands_on else (results, None)
     if linears:
-        ys = [_turned(y, p) for y, p in zip(ys, linears, strict=True)]
+        ys = [_turn(y, p) for y, p in zip(ys, linears, strict=True)]
     else:
         is_reshaped = junction is not None and norm.x is not junction.total
         ys = [ys.reshape(norm.y.shape) if is_reshaped else ys]
     return ys if total is None else [*ys, total]
 
 
-def _turned(y: Any, linear: Linear) -> Any:
+def _turn(y: Any, linear: Linear) -> Any:
     """The product as the program has it: features in front where the kernel stands in front, rows in its own shape."""
     if linear.is_kernel_first:
         features = len(linear.features)

@@ -135,10 +135,10 @@ class Constants:
             stack += missing
             if not missing:
                 stack.pop()
-                self._numbers.setdefault(v, self._computed(v))
+                self._numbers.setdefault(v, self._compute(v))
         return self._numbers[value]
 
-    def _computed(self, value: Value) -> float | None:
+    def _compute(self, value: Value) -> float | None:
         if value.constant is not None:
             is_known = np.ndim(value.constant) == 0 and not isinstance(value.constant, Tracer)
             return float(value.constant) if is_known and _is_real(value.dtype) else None
@@ -151,7 +151,7 @@ class Constants:
         if node.operation in ("reduce_sum", "dot_general", "transpose", "pow"):
             return None
         with np.errstate(all="ignore"):
-            return _rounded(_OF_CONSTANTS[node.operation](node, *map(np.float64, numbers)), value.dtype)
+            return _round(_OF_CONSTANTS[node.operation](node, *map(np.float64, numbers)), value.dtype)
 
 
 def _read(value: Value) -> Sequence[Value]:
@@ -164,7 +164,7 @@ def _is_real(dtype: Any) -> bool:
     return dtype.name in (*FLOATS, "bool") or jnp.issubdtype(dtype, np.integer)
 
 
-def _rounded(number: np.float64, dtype: Any) -> float | None:
+def _round(number: np.float64, dtype: Any) -> float | None:
     """The number as the dtype holds it; None of one that no integer of the dtype is near to."""
     if np.issubdtype(dtype, np.integer) and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
         return None
@@ -190,7 +190,7 @@ def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
     return None if name in ANALYTIC else name
 
 
-def computed(
+def compute(
     nodes: Sequence[Node],
     arrays: Mapping[Value, np.ndarray],
     constants: Constants,

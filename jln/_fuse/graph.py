@@ -259,7 +259,7 @@ def is_plain_jit(equation: Any) -> bool:
     )
 
 
-def bound(equation: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> Sequence[Any]:
+def bind(equation: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> Sequence[Any]:
     """The results of an equation. params: its own by default."""
     primitive = equation.primitive
     results = primitive.bind(*operands, **primitive.get_bind_params(equation.params if params is None else params))

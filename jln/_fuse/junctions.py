@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jln._checks import promoted
+from jln._checks import promote
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Value
 from jln._fuse.norms import Norm
-from jln._fuse.regions import Parameter, peeled, widens
+from jln._fuse.regions import Parameter, peel, widens
 
 Gate = Parameter | float | None
 
@@ -77,7 +77,7 @@ class _Finder:
                     term = _Branch(branch)
                 term = term._replace(gate=-(term.gate if isinstance(term.gate, float) else 1.0))
             residual = self._narrow(other)
-            if promoted(term.x.dtype, residual.dtype) == total.dtype:
+            if promote(term.x.dtype, residual.dtype) == total.dtype:
                 yield term.rank, Junction(total, term.x, residual, outer or term.x_bias, term.gate, term.in_front)
 
     def _total(self) -> Value:
@@ -104,7 +104,7 @@ class _Finder:
         )
 
     def _is_full(self, value: Value, total: Value) -> bool:
-        return value.shape == total.shape and peeled(value, self.constants).size == total.size
+        return value.shape == total.shape and peel(value, self.constants).size == total.size
 
     def _ways(self, total: Value) -> Iterator[tuple[Value, Value, int]]:
         """The ways to see a sum of two arrays as a branch, what it is added to, and the branch's sign."""
@@ -122,7 +122,7 @@ class _Finder:
             return None
         for a, b in (value.maker.inputs, value.maker.inputs[::-1]):
             if a.shape == value.shape and self.constants.number(b) is None:
-                bias = peeled(b, self.constants)
+                bias = peel(b, self.constants)
                 if self._is_of_features(bias, value) and bias.size < value.size:
                     return a, bias
         return None
@@ -170,7 +170,7 @@ class _Finder:
                 if not np.isfinite(np.float32(number)):  # no operator takes it
                     continue
                 return a, number
-            gate = peeled(b, self.constants)
+            gate = peel(b, self.constants)
             if gate.size < value.size and len(gate.shape) == value.ndim and self._is_of_rows_or_features(gate, value):
                 return a, gate
         return None
@@ -208,7 +208,7 @@ def addition_of(graph: Graph, norm: Norm, constants: Constants) -> Addition | No
         return None
     node = y.readers[0]
     residual = next((v for v in node.inputs if v is not y), y)
-    is_full = residual.shape == y.shape and peeled(residual, constants).size == y.size
-    if residual is y or not is_full or promoted(norm.x.dtype, residual.dtype) != node.output.dtype:
+    is_full = residual.shape == y.shape and peel(residual, constants).size == y.size
+    if residual is y or not is_full or promote(norm.x.dtype, residual.dtype) != node.output.dtype:
         return None
     return None if graph.depends(residual, [norm.y]) else Addition(node.output, residual)

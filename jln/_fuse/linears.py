@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 
-from jln._checks import promoted
+from jln._checks import promote
 from jln._fuse.certificate import FLOATS, Constants
-from jln._fuse.graph import Graph, Node, Value, bound
+from jln._fuse.graph import Graph, Node, Value, bind
 from jln._fuse.norms import Norm
-from jln._fuse.regions import Parameter, peeled
+from jln._fuse.regions import Parameter, peel
 
 
 class Linear(NamedTuple):
@@ -72,13 +72,13 @@ def _linear(graph: Graph, norm: Norm, node: Node, constants: Constants) -> Linea
         return "a product says how its result is sharded"
     if kernel.dtype.name not in FLOATS:
         return f"a Linear's kernel is in {kernel.dtype.name}"
-    product = promoted(norm.x.dtype, kernel.dtype)
+    product = promote(norm.x.dtype, kernel.dtype)
     if not node.output.dtype == y.dtype == product:
         return f"a Linear is in {node.output.dtype.name}, of {y.dtype.name}; jln's would be in {product.name}"
     result, bias = node.output, None
     if is_first and graph.is_read_once(result) and (adding := result.readers[0]).operation == "add":
         other = adding.inputs[1] if adding.inputs[0] is result else adding.inputs[0]
-        parameter = peeled(other, constants)
+        parameter = peel(other, constants)
         features = result.shape[last:]
         if (
             other is not result
@@ -111,7 +111,7 @@ class Product(NamedTuple):
 
     def of(self, y: Array, other: Array) -> Array:
         y = y.astype(self.node.inputs[0 if self.is_first else 1].dtype)
-        return bound(self.node.equation, (y, other) if self.is_first else (other, y))[0]
+        return bind(self.node.equation, (y, other) if self.is_first else (other, y))[0]
 
 
 def products_of(graph: Graph, y: Value) -> list[Product]:
@@ -131,7 +131,7 @@ def products_of(graph: Graph, y: Value) -> list[Product]:
     return [] if any(graph.depends(p.other, [y]) for p in products) else products
 
 
-def keeping_nothing_of_y(products: Sequence[Product], again: Callable[..., Array]) -> Callable[..., list[Array]]:
+def make_again(products: Sequence[Product], again: Callable[..., Array]) -> Callable[..., list[Array]]:
     """Return a function of (y, *others, *arguments of `again`) that multiplies y with each of the others.
 
     Backward makes y by `again`, so forward keeps none. A fence stands in front, as in `jax.checkpoint`: without it XLA
@@ -142,7 +142,7 @@ def keeping_nothing_of_y(products: Sequence[Product], again: Callable[..., Array
         return [p.of(y, other) for p, other in zip(products, others, strict=True)]
 
     @jax.custom_vjp
-    def multiplied(y: Array, others: tuple[Array, ...], arguments: tuple[Array, ...]) -> list[Array]:
+    def multiply(y: Array, others: tuple[Array, ...], arguments: tuple[Array, ...]) -> list[Array]:
         del arguments
         return results(y, others)
 
@@ -155,5 +155,5 @@ def keeping_nothing_of_y(products: Sequence[Product], again: Callable[..., Array
         _, transposed = jax.vjp(results, again(*arguments), others)
         return *transposed(cotangents), None
 
-    multiplied.defvjp(forward, backward)
-    return lambda y, *more: multiplied(y, more[: len(products)], more[len(products) :])
+    multiply.defvjp(forward, backward)
+    return lambda y, *more: multiply(y, more[: len(products)], more[len(products) :])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jln._fuse.certificate import FLOATS, ROWS, Constants, agree, computed, drawn, silu, why_not_analytic
+from jln._fuse.certificate import FLOATS, ROWS, Constants, agree, compute, drawn, silu, why_not_analytic
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.regions import Parameter, Region, widens
 
@@ -112,7 +112,7 @@ def _norms_in(region: Region, graph: Graph) -> Iterator[Norm]:
     if not region.candidates:
         return
     order = {p: i for i, p in enumerate(dict.fromkeys(region.leaves.values()))}
-    certificates = _certified(region, order)
+    certificates = _certify(region, order)
     results = [region.nodes[c.place].output for c in certificates]
     chosen: list[Norm] = []
     for c, y in zip(certificates, results, strict=True):
@@ -163,7 +163,7 @@ def _gate_of(value: Value, constants: Constants) -> Value | None:
     (z,) = sources
     probe = drawn((64,), 1) * 3
     counted: set[Node] = set()
-    gate = computed(ordered, {z: probe}, constants, counted=counted).get(value)
+    gate = compute(ordered, {z: probe}, constants, counted=counted).get(value)
     if not {*ordered} <= counted:
         return None
     return z if gate is not None and gate.shape == probe.shape and agree(gate, silu(probe)) else None
@@ -193,7 +193,7 @@ class Certificate(NamedTuple):
 _remembered: dict[tuple, tuple[Certificate, ...]] = {}
 
 
-def _certified(region: Region, order: dict[Parameter, int]) -> tuple[Certificate, ...]:
+def _certify(region: Region, order: dict[Parameter, int]) -> tuple[Certificate, ...]:
     """The certificates of a region's candidates, the last first. order: the number of each parameter."""
     structure = region.structure(order)
     if structure not in _remembered:
@@ -225,7 +225,7 @@ def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[Certi
     exact = (1 / h, math.sqrt(h), 1 / math.sqrt(h))
     counted: set[Node] = set()
     results = [
-        computed(region.nodes, {x: rows, **leaves}, region.constants, _squares(rows, features), exact, counted)
+        compute(region.nodes, {x: rows, **leaves}, region.constants, _squares(rows, features), exact, counted)
         for rows in draws
     ]
     for y in reversed(region.candidates):

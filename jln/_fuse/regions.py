@@ -10,7 +10,7 @@ import heapq
 import math
 from typing import NamedTuple
 
-from jln._checks import promoted
+from jln._checks import promote
 from jln._fuse.certificate import FLOATS, Constants, only_ones_differ, why_not_analytic
 from jln._fuse.graph import Node, Value
 
@@ -106,7 +106,7 @@ class Region:
             if v in self.parameters:
                 parameters |= self.parameters[v]
             elif self.constants.number(v) is None:
-                self.leaves[v] = self.leaves.get(v) or peeled(v, self.constants)
+                self.leaves[v] = self.leaves.get(v) or peel(v, self.constants)
                 parameters.add(self.leaves[v])
         self.parameters[node.output] = frozenset(parameters)
 
@@ -162,10 +162,10 @@ def widens(value: Value) -> bool:
         return False
     source = value.maker.inputs[0]
     is_float = {value.dtype.name, source.dtype.name} <= FLOATS
-    return is_float and promoted(source.dtype, value.dtype) == value.dtype
+    return is_float and promote(source.dtype, value.dtype) == value.dtype
 
 
-def peeled(value: Value, constants: Constants) -> Parameter:
+def peel(value: Value, constants: Constants) -> Parameter:
     """The array that the value repeats, behind broadcasts, reshapes, wider copies and sums with 0."""
     best = Parameter(value, value.shape)
     axes: list[int | None] = [i if n != 1 else None for i, n in enumerate(value.shape)]  # of `v`, for each of value's

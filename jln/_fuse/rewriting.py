@@ -11,7 +11,7 @@ from jln._fuse.calls import Options, call_of, results_of
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
-from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
+from jln._fuse.linears import Linear, linears_of, make_again, products_of
 from jln._fuse.norms import Norm, norms_of
 from jln._fuse.regions import Parameter
 from jln._junction.arguments import groups_of
@@ -179,15 +179,15 @@ class _Rewriting:
         return any(self.graph.depends(p.source, [junction.total]) for p in _parameters(norm, junction))
 
     def findings(self) -> list[Finding]:
-        taken = [finding for norm, why in self.decided if why is None for finding in self._replaced(norm)]
+        taken = [finding for norm, why in self.decided if why is None for finding in self._replace(norm)]
         left = [(norm, why, norm.y.maker) for norm, why in self.decided if why is not None]
         return [*taken, *(Finding(None, (), why, maker, n.x) for n, why, maker in left if maker is not None)]
 
-    def _replaced(self, norm: Norm) -> list[Finding]:
+    def _replace(self, norm: Norm) -> list[Finding]:
         junction = self.junctions.get(norm.y)
         findings = []
         if junction is not None and self._reads_total(norm, junction):  # since other calls have taken their places
-            findings = [] if junction.in_front is None else self._replaced(junction.in_front)
+            findings = [] if junction.in_front is None else self._replace(junction.in_front)
             junction = None
         addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
@@ -218,7 +218,7 @@ class _Rewriting:
             return False
         again = call_of(norm, None, None, self.options, self.constants)
         inputs = [norm.y, *(p.other for p in products), *again.inputs()]
-        self.graph.replace([p.node.output for p in products], inputs, keeping_nothing_of_y(products, again))
+        self.graph.replace([p.node.output for p in products], inputs, make_again(products, again))
         return True
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jln import _checks
 from jln._explain import inner_programs
-from jln._fuse.bodies import evaluated
+from jln._fuse.bodies import evaluate
 from jln._fuse.calls import Options
 from jln._fuse.rewriting import Finding
 
@@ -88,16 +88,16 @@ def fuse(
         return functools.partial(fuse, linears=linears, implementation=implementation, forward_mode=forward_mode)
     if not callable(function):
         raise TypeError(f"fuse takes a function; got {type(function).__name__}")
-    return _fused(function, options)
+    return _wrap(function, options)
 
 
-def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
+def _wrap(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
     name = getattr(function, "__name__", type(function).__name__)
     is_known = False  # whether its user was warned
     programs: dict[Hashable, _Program] = {}  # of calls outside of any trace, by what they depend on
 
     @functools.wraps(function)
-    def fused(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_known
         _refuse_modules(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -122,9 +122,9 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
         traced = jax.make_jaxpr(flat)(*arrays)
         findings: list[Finding] = []
         if key is None or _has_arrays(traced):
-            results = evaluated(traced, arrays, options, findings)
+            results = evaluate(traced, arrays, options, findings)
         else:
-            jaxpr = jax.make_jaxpr(lambda *a: evaluated(traced, a, options, findings))(*arrays)
+            jaxpr = jax.make_jaxpr(lambda *a: evaluate(traced, a, options, findings))(*arrays)
             program = _Program(jaxpr_as_fun(jaxpr), joins[-1], sum(1 + len(body.eqns) for body in _bodies(jaxpr)))
             size = program.size + sum(p.size for p in [*programs.values()])
             if size > MOST_EQUATIONS or len(programs) >= MOST_PROGRAMS:
@@ -136,7 +136,7 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
             _remark(name, traced, findings)
         return joins[-1](_as_arrays(results))
 
-    return fused
+    return call
 
 
 class _Program(NamedTuple):

@@ -34,7 +34,7 @@ class NormArguments(NamedTuple):
     both_sides: bool = False
 
 
-def checked(arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
+def check(arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
     """The arrays as a user gives them, checked for their dtypes and shapes.
 
     x and the other arrays of its size that the operator needs are JAX's arrays already. A user's `added` is called
@@ -103,7 +103,7 @@ def groups_of(
     return examples, heads
 
 
-def arranged(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bool) -> tuple[Arrays, Norm] | None:
+def arrange(arrays: Arrays, axes: tuple[int, ...], norm: Norm, may_be_plain: bool) -> tuple[Arrays, Norm] | None:
     """Lay out the user's arrays, but for those of Linears, for the norm's operations: adjacent axes of H are one.
 
     Returns the operands, and the norm with its axes of examples and heads. On these every parameter is written out to

@@ -129,7 +129,7 @@ def _differentiate_once(y: jax.Array) -> jax.Array:
 
 
 @_differentiate_once.defjvp
-def _refused(*_: Any) -> Any:
+def _refuse(*_: Any) -> Any:
     raise TypeError("gradients that go straight through eight bits have no derivatives")
 
 
@@ -175,13 +175,13 @@ def _pull_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, bat
     if not junction.features:
         return backward(operands, junction.norm, dtypes, **how)
 
-    def of_used(parameters: Any) -> Any:
+    def drop_unused(parameters: Any) -> Any:
         """The parameters, with None for those of a product that was not used: they have no part in the gradients."""
         pairs = zip(parameters, operands.dy, strict=True)
         return tuple(None if d is None else p for p, d in pairs)
 
-    operands = operands._replace(kernel=of_used(operands.kernel))
-    dtypes = dtypes._replace(kernel=of_used(dtypes.kernel), bias=of_used(dtypes.bias))
+    operands = operands._replace(kernel=drop_unused(operands.kernel))
+    dtypes = dtypes._replace(kernel=drop_unused(dtypes.kernel), bias=drop_unused(dtypes.bias))
     if not jax.tree.leaves(dtypes):  # wanted are those of unused products alone
         return dtypes
     if junction.in_one:
@@ -245,7 +245,7 @@ def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | N
     norm, (centres, zero_centered_scale) = junction.norm, junction.norm.switches
     of_norm = _Norm(centres, norm.axis if axes is None else axes, norm.epsilon, zero_centered_scale)
 
-    def of_operands(a: Arrays) -> Arrays:
+    def compute(a: Arrays) -> Arrays:
         z = a.x_z if a.z is None else a.z
         made = _junction(
             a.x, of_norm, a.scale, a.offset, adds=junction.gives_total, residual=a.residual, x_bias=a.x_bias,
@@ -257,7 +257,7 @@ def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | N
         return Arrays(y=y, total=total)
 
     with own_modes():
-        return (jax.checkpoint(of_operands) if norm.remat else of_operands)(operands)
+        return (jax.checkpoint(compute) if norm.remat else compute)(operands)
 
 
 def _plain(junction: Junction, axes: Arrays) -> Callable[..., Arrays] | None:

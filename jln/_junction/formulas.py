@@ -171,7 +171,7 @@ def _with_digits_of(total: Array, dtype: DTypeLike) -> Array:
 def branch(arrays: Arrays, norm: Norm, dtype: DTypeLike) -> Array:
     """The branch x + e of (23), or u * t of (33), in the compute dtype."""
     if norm.both_sides:
-        return scaled(arrays.x, arrays.x_scale, None, None, arrays.x_rstd, norm).astype(dtype)
+        return apply_statistics(arrays.x, arrays.x_scale, None, None, arrays.x_rstd, norm).astype(dtype)
     x = arrays.x.astype(dtype)
     return x if arrays.x_bias is None else x + arrays.x_bias.astype(dtype)
 
@@ -188,15 +188,17 @@ def effective_scale(scale: Array | None, dtype: DTypeLike, norm: Norm) -> Array 
     return 1.0 + scale.astype(dtype) if norm.switches.zero_centered_scale else scale.astype(dtype)
 
 
-def centered(x: Array | Product, mean: Array | None) -> Array:
+def center(x: Array | Product, mean: Array | None) -> Array:
     """The difference x - mean in the compute dtype."""
     x = wide(x)
     return x if mean is None else x - mean
 
 
-def scaled(x: Any, scale: Array | None, offset: Array | None, mean: Array | None, rstd: Array, norm: Norm) -> Array:
+def apply_statistics(
+    x: Any, scale: Array | None, offset: Array | None, mean: Array | None, rstd: Array, norm: Norm
+) -> Array:
     """Terms (3) and (4), in the compute dtype."""
-    y = centered(x, mean) * rstd * effective_scale(scale, rstd.dtype, norm)  # (3), (4)
+    y = center(x, mean) * rstd * effective_scale(scale, rstd.dtype, norm)  # (3), (4)
     return y if offset is None else y + offset.astype(rstd.dtype)  # (4)
 
 
@@ -211,8 +213,8 @@ def statistics(
     """Terms (1) and (2). Returns (x, mean, rstd), each of them fenced."""
     mean = None
     if norm.switches.subtract_mean:
-        x, mean = fence((x, over_parts(jnp.mean(centered(x, None), norm.axis, keepdims=True), h_axes)))  # (1)
-    variance = over_parts(jnp.mean(jnp.square(centered(x, mean)), norm.axis, keepdims=True), h_axes)  # (2)
+        x, mean = fence((x, over_parts(jnp.mean(center(x, None), norm.axis, keepdims=True), h_axes)))  # (1)
+    variance = over_parts(jnp.mean(jnp.square(center(x, mean)), norm.axis, keepdims=True), h_axes)  # (2)
     return fence((x, mean, lax.rsqrt(variance + norm.epsilon)))  # (2)
 
 
@@ -234,7 +236,7 @@ def normalise(
     x, scale, offset = fence((x, scale, offset))
     one_loop = in_one_loop(x, norm.axis, fence)
     x, mean, rstd = statistics(x, norm, no_fence if one_loop else fence, h_axes)
-    y = scaled(x, scale, offset, mean, rstd, norm)
+    y = apply_statistics(x, scale, offset, mean, rstd, norm)
     if not keep:
         mean = rstd = None
     elif one_loop:  # in a loop of their own, which is dropped where the backward rule computes them again

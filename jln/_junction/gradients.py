@@ -23,7 +23,7 @@ from jln._junction.formulas import (
     Product,
     apply_gate,
     branch,
-    centered,
+    center,
     common_batch,
     compute_dtype,
     effective_scale,
@@ -92,7 +92,7 @@ def backward(
 
     def x_hat_and_rstd() -> tuple[Array, Array]:
         m, r = (mean, rstd) if rstd is not None else statistics(total, norm, h_axes=h_axes)[1:]
-        return centered(total, m) * r, r
+        return center(total, m) * r, r
 
     def mean_over_h(divided_by_h: Array) -> Array:
         return over_parts(jnp.sum(divided_by_h, norm.axis, keepdims=True), h_axes)
@@ -104,7 +104,7 @@ def backward(
         g = wide(dy, dtype) * s
         if sums_of_g:
             h = x_hat.shape[norm.axis]
-            d = g - x_hat * (r * (mean_over_h(g * centered(total, mean)) / h))  # (8)
+            d = g - x_hat * (r * (mean_over_h(g * center(total, mean)) / h))  # (8)
             if norm.switches.subtract_mean:
                 d = d - mean_over_h(g) / h  # (7)
         else:

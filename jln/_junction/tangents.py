@@ -46,11 +46,11 @@ def tangent(
     summands = saved.only(of_sum)
     if saved.x is None and tangents.x is None:
         summands = summands._replace(x=jnp.zeros_like(saved.total))
-    dtotal = _moved(total, summands, tangents.only(of_sum))
+    dtotal = _jvp(total, summands, tangents.only(of_sum))
     behind: dict[str, Any] = dict.fromkeys((*of_sum, "total"))
     wide = saved.total if dtotal is None else saved.total.astype(dtotal.dtype)
     at = saved._replace(**behind | {"x": wide, "bias": (None,) * len(junction.features) or None})
-    dy = _moved(result, at, tangents._replace(**behind | {"x": dtotal}))
+    dy = _jvp(result, at, tangents._replace(**behind | {"x": dtotal}))
     moved = Arrays(y=dy, total=None if dtypes.total is None else dtotal)
 
     def in_dtype(dtype: str, a: Any) -> jax.Array:
@@ -69,7 +69,7 @@ def _total(summands: Arrays, norm: Norm, dtype: Any) -> jax.Array:
     return total if summands.residual is None else total + summands.residual.astype(dtype)
 
 
-def _moved(function: Callable[[Arrays], Any], operands: Arrays, tangents: Arrays) -> Any:
+def _jvp(function: Callable[[Arrays], Any], operands: Arrays, tangents: Arrays) -> Any:
     """The tangent of `function(operands)`; None where nothing moves. An operand that moves and is absent is zero."""
     given, tree = jax.tree.flatten(tangents, is_leaf=lambda a: a is None)
     there = tree.flatten_up_to(operands)
@@ -80,7 +80,7 @@ def _moved(function: Callable[[Arrays], Any], operands: Arrays, tangents: Arrays
             shape = jnp.broadcast_shapes(a.shape, moves.shape)
             at[i], along[i] = jnp.broadcast_to(a, shape), jnp.broadcast_to(moves, shape)
 
-    def of_moved(new: dict[int, jax.Array]) -> Any:
+    def call_moved(new: dict[int, jax.Array]) -> Any:
         return function(tree.unflatten([new.get(i, a) for i, a in enumerate(there)]))
 
-    return jax.jvp(of_moved, (at,), (along,))[1] if at else None
+    return jax.jvp(call_moved, (at,), (along,))[1] if at else None

@@ -7,7 +7,7 @@ import dataclasses
 from jln._triton import tuning
 from jln._triton.chip import Chip
 from jln._triton.target import Target
-from jln._triton.tile import Tile, aligned, next_power_of_2
+from jln._triton.tile import Tile, is_aligned, next_power_of_2
 
 # Columns have 32-bit numbers, and a loop over chunks of them ends at a multiple of a chunk of up to 2**15.
 LONGEST_ROW = 2**31 - 2**16
@@ -21,7 +21,7 @@ BACKWARD_ELEMENTS = 16
 
 
 def _per_thread(elements: int, h: int, itemsize: int, mixed: bool) -> int:
-    easy = aligned(h, itemsize) and not mixed
+    easy = is_aligned(h, itemsize) and not mixed
     return elements // (1 if easy else 2) // (4 if itemsize == 8 else 1)
 
 
@@ -47,7 +47,7 @@ def forward_tile(h: int, itemsize: int, mixed: bool = False) -> Tile:
         if columns <= 512:
             return _tile(4096 // itemsize // columns, columns, 128 // itemsize)
         return _tile(1, columns, 32 if columns <= 1024 else 64 // itemsize)
-    if columns <= 1024 and mixed and itemsize < 8 and aligned(h, itemsize):
+    if columns <= 1024 and mixed and itemsize < 8 and is_aligned(h, itemsize):
         # A row is one warp's here too. With 8 elements a thread two warps had a row of 256 of bfloat16 and float32,
         # of which a thread takes 4 together (`VECTOR`), and issued for 0.39 of the time that the bytes take; this
         # is 0.23, and 0.26 for 0.40 at H = 768. Registers are 41 to 89 of the 128 that 16 such warps may have.
@@ -87,7 +87,7 @@ def backward_plan(h: int, itemsize: int, mixed: bool = False, *, more: int = 0, 
     Half as many elements, where y is made again, took 45 in rows of 1024 by two rows and four programs of 4 warps, and
     55 by eight rows and one program of 16.
     """
-    columns, easy = next_power_of_2(h), aligned(h, itemsize)
+    columns, easy = next_power_of_2(h), is_aligned(h, itemsize)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, itemsize, mixed)
     of_sums = per_thread  # `row_sums_kernel` holds none of what `more` counts
     if easy and not mixed and (more > 2 or (more and (columns <= 4096 or itemsize == 4))):
@@ -152,7 +152,7 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, gated: bool, besi
     is left out: of 16 elements in 3 rounds a gate spills 16 bytes at most, in 4 up to 136.
     """
     columns = next_power_of_2(h)
-    easy = aligned(h, itemsize)
+    easy = is_aligned(h, itemsize)
     if mixed and (itemsize == 8 or columns <= 2048):  # fetched ahead, some of these would spill up to 24 bytes
         easy = False
     if not easy:
@@ -204,7 +204,7 @@ def forward(
     if alone and (tiles := tuning.entries(target.chip).get(("forward", h, itemsize))):
         return _with_room(tiles[0], itemsize, (1, 0), target.chip)
     tile = forward_tile(h, itemsize, mixed)
-    easy = aligned(h, itemsize) and not mixed and not target.chip.is_amd
+    easy = is_aligned(h, itemsize) and not mixed and not target.chip.is_amd
     if parameters and easy and 1024 <= tile.columns >= h and tile.warps <= 16:
         return _persistent(tile, itemsize, parameters, adds, target.chip)
     return tile

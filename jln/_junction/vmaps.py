@@ -42,12 +42,12 @@ def sum_examples_as_rows(junction: Junction, operands: Arrays, axes: Arrays) -> 
         if are_few_rows(operands.x.shape, of_groups, len(columns - moved)):
             return None
 
-    def placed(name: str) -> Any:
+    def put(name: str) -> Any:
         a, given = getattr(operands, name), getattr(axes, name)
         if given is not None:
             return jnp.moveaxis(a, given, place)
         return write_out(jnp.expand_dims(a, place), operands.x, [place] if name in written else [])
 
-    operands = operands._replace(**{name: placed(name) for name in names})
+    operands = operands._replace(**{name: put(name) for name in names})
     junction = dataclasses.replace(junction, norm=norm, in_one=junction.in_one and not norm.has_groups)
     return junction, operands, place

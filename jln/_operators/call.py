@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jln import _checks
 from jln._checks import array, optional_array
 from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._junction.arguments import NormArguments, arranged, checked, no_kernels, norm_of
+from jln._junction.arguments import NormArguments, arrange, check, no_kernels, norm_of
 from jln._junction.arrays import Arrays, Junction
 from jln._junction.derivatives import in_plain_jnp, operator
 from jln._junction.linears.eight_bits import multiplies_blocks
@@ -44,7 +44,7 @@ def call(
     if _checks.flag("remat", remat) and forward_mode:
         raise ValueError("remat=True is of reverse mode: in forward mode nothing is kept that could be made again")
     axes = _checks.axes(norm.axis, arrays.x)
-    arrays = checked(arrays, axes)
+    arrays = check(arrays, axes)
     in_eight_bits: dict[str, Any] = {}
     if quantize is not None:
         in_eight_bits, scale = settings(quantize, arrays, axes, norm.dtype, forward_mode)
@@ -52,7 +52,7 @@ def call(
     statics = norm_of(arrays, axes, norm, remat)
     if arrays.kernel is None:
         x = arrays.x.dtype
-        promoted = x if arrays.added is None else _checks.promoted(x, arrays.added.dtype)
+        promoted = x if arrays.added is None else _checks.promote(x, arrays.added.dtype)
         junction = Junction(statics, **(in_eight_bits or {"y_dtype": _checks.dtype(norm.dtype, promoted)}))
     else:
         if quantize is not None and precision is not None:
@@ -83,8 +83,8 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
             return results._replace(carrier=specs.x, y_scale=PartitionSpec(), y_max=PartitionSpec())
         return results
 
-    def laid_out_and_back(arrays: Arrays) -> Arrays:
-        given = arranged(arrays, axes, junction.norm, junction.may_be_plain)
+    def compute(arrays: Arrays) -> Arrays:
+        given = arrange(arrays, axes, junction.norm, junction.may_be_plain)
         reason, settled = no_kernels(arrays, axes, given is not None), junction
         if reason is not None:
             if junction.implementation == "triton":
@@ -103,7 +103,7 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         like_x = jax.tree.map(lambda a: a.reshape(arrays.x.shape), like_x)
         return results._replace(**like_x.present())
 
-    return with_automatic_axes(laid_out_and_back, specs_of_results, arrays)
+    return with_automatic_axes(compute, specs_of_results, arrays)
 
 
 def _spec_of_product(rows: Any, kernel: Any) -> PartitionSpec:

@@ -120,7 +120,7 @@ LEAST_PTX = {100: 86, 103: 88, 120: 87, 121: 88}
 CHIP_VARIABLE = "JLN_CHIP"
 
 
-def named_chip(name: str) -> Chip:
+def chip_by_name(name: str) -> Chip:
     try:
         return CHIPS[name]
     except KeyError:

@@ -71,7 +71,7 @@ class _Executor(GridExecutor):
 
 
 @contextlib.contextmanager
-def _mended():
+def _patch():
     """Patch the interpreter while the context is active."""
     patched = set()
     original_cast = InterpreterBuilder.cast_impl
@@ -95,13 +95,13 @@ def _mended():
 
     def dot(self, a, b, d, *options):
         # Triton's own multiplies the bit patterns of bfloat16.
-        return original_dot(self, widened(a), widened(b), d, *options)
+        return original_dot(self, widen(a), widen(b), d, *options)
 
     def splat(self, to, a):
         # Triton's own makes integers of a comparison of two numbers, and no mask may be made of these.
         return TensorHandle(np.full(to.shape, a.data, a.data.dtype), a.dtype.scalar)
 
-    def widened(a):
+    def widen(a):
         if a.dtype.scalar.name not in HELD_AS_BITS:
             return a
         return TensorHandle(numbers(a).astype(np.float32), interpreter.tl.float32)
@@ -134,7 +134,7 @@ def run(launch: Launch, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     taken = {result: buffers[operand] for operand, result in launch.in_place.items()}
     buffers |= {name: taken.get(name) or Buffer(r.shape, r.dtype) for name, r in launch.results.items()}
     arguments = {f"{name}_ptr": buffer for name, buffer in buffers.items()} | launch.scalars | launch.constants
-    with _lock, _mended(), np.errstate(all="ignore"):  # a NaN or an overflow is the kernel's business
+    with _lock, _patch(), np.errstate(all="ignore"):  # a NaN or an overflow is the kernel's business
         _Executor(kernel.rewrite(), kernel.arg_names, (launch.programs,))(**arguments)
     for name, buffer in buffers.items():
         buffer.check_guards(kernel.__name__, f"{name}_ptr")

@@ -43,7 +43,7 @@ kernel_call.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, launch: Launch) -> Any:
     names, results = list(launch.arrays), list(launch.results)
     aliases = {names.index(operand): results.index(result) for operand, result in launch.in_place.items()}
-    opaque = zlib.compress(_protobuf(launch, compiled(launch)))
+    opaque = zlib.compress(_protobuf(launch, compile_kernel(launch)))
     if has_typed_call(launch.chip.platform):
         return jax.ffi.ffi_lowering(TYPED, operand_output_aliases=aliases)(ctx, *operands, opaque=opaque)
     rule = jax.ffi.ffi_lowering(UNTYPED, api_version=2, backend_config=opaque, operand_output_aliases=aliases)  # pyright: ignore[reportArgumentType]
@@ -154,7 +154,7 @@ _binaries: dict[str, Binary] = {}
 _lock = threading.Lock()
 
 
-def compiled(launch: Launch) -> Binary:
+def compile_kernel(launch: Launch) -> Binary:
     """The launch's kernel, from memory, from `cache`'s files, or compiled.
 
     One thread compiles at a time: in Python 3.11 `ast.parse`, by which Triton reads kernels, fails now and then where

@@ -16,7 +16,7 @@ TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
 LEAST, FAULTY = (11, 8, 0), (12, 3, 103)  # jaxlib passes by older ones, and by this one
 
 
-def found() -> str | None:
+def find() -> str | None:
     """The path of the assembler that jaxlib takes; None where it finds none, or has no CUDA plugin.
 
     It is the first of these places, in the order of XLA's `FindCudaExecutable`: PATH is before the plugin's own.
@@ -43,7 +43,7 @@ def _first(path: str, library: str) -> str | None:
 
 def missing(chip: Chip) -> str | None:
     """The reason why jaxlib cannot make machine code of kernels for an NVIDIA chip; None where it can."""
-    if (assembler := found()) is None:
+    if (assembler := find()) is None:
         return "jaxlib finds no ptxas, which assembles kernels, on PATH, in /usr/local/cuda or beside its CUDA plugin"
     refusal = None if chip.ptx_version is None else _refusal(assembler, chip.capability, chip.ptx_version)
     return refusal and f"{assembler}, the first ptxas that jaxlib finds, takes no kernels for {chip}: {refusal}"

@@ -58,12 +58,12 @@ class Interpreter(Target):
         if self.of_program is not None:
             return self.of_program.call(launch, results, arrays)
 
-        def interpreted(*arrays: Any) -> Any:
+        def interpret(*arrays: Any) -> Any:
             from jln._triton import interpreter
 
             return interpreter.run(launch, arrays)
 
-        return jax.pure_callback(interpreted, results, *arrays, vmap_method="sequential")
+        return jax.pure_callback(interpret, results, *arrays, vmap_method="sequential")
 
 
 class OnHost:
@@ -77,7 +77,7 @@ class OnHost:
     def __init__(self, add: Callable[[Callable[..., Any]], int]):
         """Register the function with `add`, which makes a function one of the program's and returns its number."""
         self._launches: list[Launch] = []
-        self._number = add(self._interpreted)
+        self._number = add(self._interpret)
 
     def call(self, launch: Launch, results: Sequence[Any], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         self._launches.append(launch)
@@ -85,7 +85,7 @@ class OnHost:
         function = jax.ffi.ffi_call("xla_ffi_python_cpu_callback", results)
         return function(which, *arrays, index=np.uint64(self._number))
 
-    def _interpreted(self, which: Any, *arrays: Any) -> Any:
+    def _interpret(self, which: Any, *arrays: Any) -> Any:
         from jln._triton import interpreter
 
         return tuple(interpreter.run(self._launches[int(which)], arrays))
@@ -132,7 +132,7 @@ def target_chip() -> Chip | None:
     if (used := _used.get()) is not None:
         return used.chip
     name = os.environ.get(chips.CHIP_VARIABLE)
-    return chips.named_chip(name) if name else chips.local_chip()
+    return chips.chip_by_name(name) if name else chips.local_chip()
 
 
 def missing(platform: str | None) -> str | None:

@@ -61,6 +61,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def aligned(h: int, itemsize: int) -> bool:
+def is_aligned(h: int, itemsize: int) -> bool:
     """True where every row of h elements starts on 16 bytes."""
     return h * itemsize % 16 == 0

@@ -36,14 +36,14 @@ def entries(chip: Chip) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
     if not (path := os.environ.get(VARIABLE)):
         return {}
     try:
-        return _parsed(pathlib.Path(path).expanduser().read_text(), chip_name(chip))
+        return _parse(pathlib.Path(path).expanduser().read_text(), chip_name(chip))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         _warn(f"jln leaves out its tuning file {path}: {type(error).__name__}: {error}")
         return {}
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed(content: str, chip: str) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
+def _parse(content: str, chip: str) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
     document = json.loads(content)
     if document["chip"] != chip:
         raise ValueError(f"it is of the chip {document['chip']!r}, and this one is {chip!r}")

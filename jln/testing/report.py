@@ -96,7 +96,7 @@ class Row:
         return cls(name, against, index, worst, true, distance, allowed, len(indices), size, *verdict)
 
     def beside(self, got: Any, direction: np.ndarray, slope: np.ndarray, tolerance: Tolerance) -> Row:
-        """This row, or where it is right that of the derivative along a direction, if that is surely wrong.
+        """Return this row, or where it is right that of the derivative along a direction, if that is surely wrong.
 
         Errors as large as the tolerance, under independent signs, add up to four times the root of the sum of their
         squares with a probability of 2 exp(-8), by Hoeffding's inequality.

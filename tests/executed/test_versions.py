@@ -7,7 +7,7 @@ from test_eight_bits import test_every_number_of_bfloat16
 from test_norms import APART, test_parameters_along_different_axes
 
 from cases import Case, check
-from jln._junction.linears.tiles import unfenced
+from jln._junction.linears.tiles import missing_fence
 from jln._triton.chip import CHIPS
 
 LINEAR = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
@@ -46,4 +46,4 @@ def test_linears_are_fused_where_triton_fences_their_products():
     """
     ran = check(LINEAR)
     kernels = [call.name for call in ran.program.calls]
-    assert ("jln_parameters_kernel" in kernels) == (unfenced(CHIPS["h200"]) is None)
+    assert ("jln_parameters_kernel" in kernels) == (missing_fence(CHIPS["h200"]) is None)

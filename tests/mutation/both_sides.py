@@ -143,8 +143,10 @@ NORMS = [
         "            dy = apply_gate(d.astype(compute_dtype(d.dtype)), arrays)\n", "            dy = d\n",
         GATED_XLA,
     ),
-    Mutant("a gate's gradient of x and not of its norm", XLA_NORM, "    if norm.both_sides:\n        return scaled(",
-        "    if False:\n        return scaled(", GATED_XLA,
+    Mutant(
+        "a gate's gradient of x and not of its norm", XLA_NORM,
+        "    if norm.both_sides:\n        return apply_statistics(",
+        "    if False:\n        return apply_statistics(", GATED_XLA,
     ),
     Mutant(
         "gradients of the total alone in the compute dtype", XLA_GRADIENTS,

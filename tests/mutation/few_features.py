@@ -82,7 +82,7 @@ FEW_FEATURES = [
     ),
     Mutant(
         "shares of the examples on some devices left out", PARTITIONED,
-        "over = [tuple(a for axes in placement.summed(r) for a in axes) for r in sums]",
+        "over = [tuple(a for axes in placement.sum_axes(r) for a in axes) for r in sums]",
         "over = [placement.over(Kind.ROW) for r in sums]", OF_STAGES,
     ),
 ]  # fmt: skip

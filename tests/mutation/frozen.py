@@ -46,7 +46,7 @@ FROZEN_ARGUMENTS = [
     Mutant(
         "what is not used computed",
         OPERATION,
-        "partial_eval.dce_rules[primitive] = self._without_unused",
+        "partial_eval.dce_rules[primitive] = self._drop_unused",
         "pass",
         (f"{FROZEN}test_launches[norm-scale-used]",),
     ),

@@ -39,7 +39,7 @@ ROWS_GATHERED = [
     ),
     Mutant(
         "dkernel of all rows added up again", PLACEMENT,
-        "Kind.ROW: self._of_features(result.dims),", "Kind.ROW: set(),", GATHERED,
+        "Kind.ROW: self._feature_axes(result.dims),", "Kind.ROW: set(),", GATHERED,
     ),
     Mutant(
         "the sum's cotangent left to one device of those that have rows of their own", PARTITIONED,

@@ -87,7 +87,7 @@ UNDER_VMAP = [
     ),
     Mutant(
         "more than the operands kept by plain jnp", JUNCTION_RULES,
-        "(jax.checkpoint(of_operands) if norm.remat else of_operands)", "of_operands",
+        "(jax.checkpoint(compute) if norm.remat else compute)", "compute",
         (f"{TESTS}test_remat_holds_the_operands_alone[kernels]",),
     ),
     Mutant(

@@ -9,7 +9,7 @@ import pytest
 
 import jln
 import workbench
-from jln._junction.linears.tiles import unfenced
+from jln._junction.linears.tiles import missing_fence
 from jln._triton.target import target_chip
 from workbench import LINEAR_OPERATORS, check
 
@@ -182,7 +182,7 @@ def test_a_wider_scale_keeps_its_gradients_digits(dtype, implementation):
 
     Plain jnp's gradient is no such sum, and so no measure.
     """
-    if dtype == "bfloat16" and (chip := target_chip()) and (why := unfenced(chip)):
+    if dtype == "bfloat16" and (chip := target_chip()) and (why := missing_fence(chip)):
         pytest.skip(why)  # composed, and XLA's product gives dz in bfloat16
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     x, scale, offset, kernel, bias = workbench.arguments(operator, (37, 100), dtype, features=(64,))

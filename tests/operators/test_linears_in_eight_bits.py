@@ -19,7 +19,7 @@ import workbench
 from in_eight_bits import block_scaled, scaled, spread
 from jln._junction.linears import eight_bits
 from jln._triton import target
-from jln._triton.chip import named_chip
+from jln._triton.chip import chip_by_name
 from workbench import LINEAR_OPERATORS
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -302,7 +302,7 @@ def test_layouts_for_cudnn(sizes, implementation):
     arrays = given("layer_norm_linear", rows, (features, (64,)))
     how = {"quantize": jln.MXFloat8(), "implementation": "xla"}
     expected = found("layer_norm_linear", *arrays, **how)
-    with target.using(target.Gpu(named_chip("b200"))):
+    with target.using(target.Gpu(chip_by_name("b200"))):
         got = found("layer_norm_linear", *arrays, **how | {"implementation": implementation})
     chex.assert_trees_all_close(got, expected, **CLOSE)
 

@@ -313,23 +313,23 @@ def test_second_process_compiles_nothing():
 
 def test_what_is_wrong_in_the_cache_is_compiled_again():
     launched = recorded()
-    binary = lowering.compiled(launched)
+    binary = lowering.compile_kernel(launched)
     (entry,) = cache.entries()
     good = entry.read_bytes()
     other = zlib.compress(json.dumps([entry.stem, {"name": "kernel"}]).encode())
     for bad in (b"", good[:-1], good[:20], b"x" + good[1:], zlib.compress(b"not json"), other):
         entry.write_bytes(bad)
         lowering._binaries.clear()
-        assert lowering.compiled(launched) == binary
+        assert lowering.compile_kernel(launched) == binary
         assert entry.read_bytes() == good
 
 
 def test_programs_that_are_there_are_loaded(monkeypatch):
     launched = recorded()
-    binary = lowering.compiled(launched)
+    binary = lowering.compile_kernel(launched)
     lowering._binaries.clear()
     monkeypatch.setattr(lowering, "_compile", None)
-    assert lowering.compiled(launched) == binary
+    assert lowering.compile_kernel(launched) == binary
 
 
 def test_jax_triton_leaves_tritons_own_cache_alone():

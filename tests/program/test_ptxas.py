@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_it_is_the_first_that_is_new_enough(folder):
     """The places are those that XLA's message lists where it finds none."""
-    found = [ptxas.found()]
+    found = [ptxas.find()]
     for place, version in (
         ("packages/nvidia/cu13/bin", "13.5.37"),  # of a plugin for CUDA 13
         ("packages/nvidia/cuda_nvcc/bin", "12.6.85"),
@@ -55,7 +55,7 @@ def test_it_is_the_first_that_is_new_enough(folder):
     ):
         path = assembler(folder / place, version)
         ptxas._first.cache_clear()
-        found.append(ptxas.found())
+        found.append(ptxas.find())
         if "cu13" not in place:
             assert found[-1] == path
     assert found[:2] == [None, None]
@@ -65,7 +65,7 @@ def test_it_is_the_first_that_is_new_enough(folder):
 def test_it_is_none_that_jaxlib_passes_by(folder, version, status):
     assembler(folder / "first", version, status=status)
     wanted = assembler(folder / "second", "12.3.107")
-    assert ptxas.found() == wanted
+    assert ptxas.find() == wanted
 
 
 def lowered():
@@ -80,7 +80,7 @@ def test_a_program_that_speaks_no_text_is_passed_by(folder):
     (folder / "first/ptxas").write_bytes(b"#!/bin/sh\nprintf '\\377\\376 V12'\n")
     (folder / "first/ptxas").chmod(0o755)
     path = assembler(folder / "second", "12.6.85")
-    assert ptxas.found() == path
+    assert ptxas.find() == path
 
 
 def test_without_one_jnp_runs(folder):
@@ -111,7 +111,7 @@ def test_kernels_are_assembled(chip, monkeypatch):
     made = launches(1024, DTYPES["bfloat16"], chip, SWITCHES["everything"])
     for dtype in ("bfloat16", "float32"):
         made += linear_launches(4096, 512, 64, LINEAR_DTYPES[dtype], chip, SWITCHES["add_rms_norm"])
-    assembler = ptxas.found()
+    assembler = ptxas.find()
     assert assembler is not None and ptxas.missing(CHIPS[chip]) is None
     gpu = f"{CHIPS[chip]}{'a' if CHIPS[chip].capability >= 90 else ''}"
     for launch in made:

@@ -84,7 +84,7 @@ NO_ENTRIES = {
 
 @pytest.mark.parametrize("content", NO_ENTRIES.values(), ids=NO_ENTRIES)
 def test_what_is_no_entry_of_the_key_is_as_none(content, folder):
-    """As where files were renamed, or linked, by whom the folder lets."""
+    """Files may be renamed or linked by whom the folder lets."""
     cache.store(KEY, ENTRY)
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / f"{KEY}.jln").write_bytes(zlib.compress(text.encode()))

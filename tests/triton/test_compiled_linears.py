@@ -11,7 +11,7 @@ from test_compiler import STACK, WIDTHS, assert_fits, every_pair, pairs_of
 import compiler
 from jln._junction.linears import tiles as linear_tiles
 from jln._triton.chip import CHIPS as ALL_CHIPS
-from jln._triton.tile import aligned
+from jln._triton.tile import is_aligned
 from launches import CHIPS, FUSED, LINEAR_DTYPES, SWITCHES, linear_launches
 from workloads import WORKLOADS
 
@@ -99,7 +99,7 @@ def test_more_sizes_of_linears_do_not_spill(worker, are_fused, chip):
     for switches, dtype, *size in few:
         made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], [size]).result()
         assert len(made) >= (4 if are_fused else 2)
-        has_one_trip = chip == "b200" and size[0] == 64 and not aligned(size[1], 2)
+        has_one_trip = chip == "b200" and size[0] == 64 and not is_aligned(size[1], 2)
         assert_fits(made, stack=ONE_TRIP if has_one_trip else STACK)
         if chip == "h200" and are_fused:
             assert_uses_wgmma(made)

@@ -168,12 +168,12 @@ def test_a_triton_that_leaves_out_fences_fuses_no_linear_where_they_matter(monke
     for name in ("a100", "l4", "h200", "b200"):
         chip = CHIPS[name]
         expected = fuses or chip.capability < 90
-        assert (linear_tiles.unfenced(chip) is None) == expected
+        assert (linear_tiles.missing_fence(chip) is None) == expected
         for choose in (linear_tiles.forward_tile, linear_tiles.backward_plan):
             assert (choose(10**5, 4096, 64, "bfloat16", chip) is not None) == expected
     assert linear_tiles.forward_tile(100, 64, 64, "bfloat16", target.INTERPRETED) is not None
     if not fuses:
-        assert f"Triton {version[0]}.{version[1]}.0 leaves out fences" in linear_tiles.unfenced(CHIPS["h200"])
+        assert f"Triton {version[0]}.{version[1]}.0 leaves out fences" in linear_tiles.missing_fence(CHIPS["h200"])
 
 
 @pytest.mark.parametrize(("gated", "widest"), [(False, 8192), (True, 6144)])

@@ -144,7 +144,7 @@ def test_products_wait_for_what_is_stored_to_shared_memory(worker, chip, dtype):
 
     Without it results are wrong now and then. Triton before 3.7.1 leaves the fences out, so no kernel is fused there.
     """
-    if (why := linear_tiles.unfenced(ALL_CHIPS[chip])) is not None:
+    if (why := linear_tiles.missing_fence(ALL_CHIPS[chip])) is not None:
         for choose in (linear_tiles.forward_tile, linear_tiles.backward_plan):
             assert all(choose(m, h, n, dtype, ALL_CHIPS[chip]) is None for m, h, n in FUSED), why
         return

@@ -63,14 +63,14 @@ def forward(z: Arrays, operands: Arrays, junction: Junction, dtypes: Sequence[st
     return tuple(results)
 
 
-def of_features(dy: Array, kernel: Array, features: int, junction: Junction, dtype: Any) -> Array:
+def dz(dy: Array, kernel: Array, features: int, junction: Junction, dtype: Any) -> Array:
     """Term (14) of one Linear, in `dtype`."""
     of_dy, of_kernel = (tuple(range(a.ndim - features, a.ndim)) for a in (dy, kernel))
     dy_eight = quantise(dy, of_dy, COTANGENT[junction.eight_bits], junction)
     return _product(dy_eight, quantise(kernel, of_kernel, KERNEL, junction), junction, dtype)  # (14)
 
 
-def of_rows(dy: Array, features: int, z: Eight, junction: Junction, dtype: Any) -> Array:
+def dkernel(dy: Array, features: int, z: Eight, junction: Junction, dtype: Any) -> Array:
     """Term (13) of one Linear, `[*features, H]`, in `dtype`."""
     return _product(_along_rows(dy, features, COTANGENT[junction.eight_bits], junction), z, junction, dtype)  # (13)
 
@@ -123,27 +123,27 @@ def _in_dtype(dtype: str, a: Array) -> Array:
 
 
 @_in_dtype.defjvp
-def _refused(*_: Any) -> Any:
+def _refuse(*_: Any) -> Any:
     raise TypeError("gradients of products in eight bits have no derivatives: what they are made of was rounded")
 
 
 def _product(a: Eight, b: Eight, junction: Junction, dtype: Any) -> Array:
     """The sum over the operands' axes, in `dtype`: the other axes of a, then those of b."""
 
-    def summed(of_a: Array, of_b: Array, sums: Any) -> Array:
+    def dot(of_a: Array, of_b: Array, sums: Any) -> Array:
         numbers = ((a.axes, b.axes), ((), ()))
         return lax.dot(of_a, of_b, dimension_numbers=numbers, preferred_element_type=sums)  # as `axes.einsum` says
 
     if junction.eight_bits == "one":
-        return (summed(a.values, b.values, jnp.float32) * (a.scale * b.scale)).astype(dtype)
+        return (dot(a.values, b.values, jnp.float32) * (a.scale * b.scale)).astype(dtype)
 
     # A GPU multiplies float32 in TF32, which holds them, too. XLA's CPU backend (jaxlib 0.10.2) refuses some products
     # of bfloat16 in float32.
     exact = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
 
-    def multiplied(a_values: Array, a_scale: Array, b_values: Array, b_scale: Array) -> Array:
+    def multiply(a_values: Array, a_scale: Array, b_values: Array, b_scale: Array) -> Array:
         of_a = _dequantise(a_values, a_scale, a.axes[-1], exact)
-        return summed(of_a, _dequantise(b_values, b_scale, b.axes[-1], exact), dtype)
+        return dot(of_a, _dequantise(b_values, b_scale, b.axes[-1], exact), dtype)
 
     def by_cudnn(a_values: Array, a_scale: Array, b_values: Array, b_scale: Array) -> Array:
         rows, columns = (side.values.shape[: side.axes[0]] for side in (a, b))
@@ -154,8 +154,8 @@ def _product(a: Eight, b: Eight, junction: Junction, dtype: Any) -> Array:
 
     given = (a.values, a.scale, b.values, b.scale)
     if not junction.by_cudnn:
-        return multiplied(*given)
-    return lax.platform_dependent(*given, cuda=by_cudnn, default=multiplied)
+        return multiply(*given)
+    return lax.platform_dependent(*given, cuda=by_cudnn, default=multiply)
 
 
 def _dequantise(values: Array, scale: Array, axis: int, dtype: Any) -> Array:

@@ -181,7 +181,7 @@ def backward(
         z_dtype = "float32" if norm.remat else None
         if not norm.remat:  # by XLA, where it quantises
             row = operands.total, operands.scale, operands.offset, operands.mean, operands.rstd
-            z = norms_in_jnp.scaled(*row, norm)
+            z = norms_in_jnp.apply_statistics(*row, norm)
     if needs_dz or z_dtype is not None:
         dz = []
         if needs_dz:
@@ -208,7 +208,7 @@ def backward(
         if (dtype := dtypes.kernel[i]) is not None:
             if z_eight is not None:
                 sums = jnp.promote_types(dtype, dy[i].dtype)
-                in_eight_bits = eight_bits.of_rows(dy[i], axes[i].features, z_eight, junction, sums)  # (13)
+                in_eight_bits = eight_bits.dkernel(dy[i], axes[i].features, z_eight, junction, sums)  # (13)
                 dkernel[i] = jnp.moveaxis(in_eight_bits, -1, batch_dims).astype(dtype)
             else:
                 assert z is not None
@@ -233,7 +233,7 @@ def _dz(dy: Array, kernel: Array, axes: Axes, junction: Junction) -> Array:
     """Term (14) for one product."""
     dtype = gradients_in_jnp.dtype_in_memory(dy.dtype)
     if junction.eight_bits:
-        return eight_bits.of_features(dy, kernel, axes.features, junction, dtype)  # (14)
+        return eight_bits.dz(dy, kernel, axes.features, junction, dtype)  # (14)
     how: Any = {"precision": junction.precision, "preferred_element_type": dtype}
     return einsum(dy, axes.y, kernel.astype(dy.dtype), axes.kernel, axes.z, **how)  # (14)
 

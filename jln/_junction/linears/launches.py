@@ -123,7 +123,7 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
     constants = _constants(norm, h, n)
     needs_dbias = dbias or dtypes.offset or (dkernel and operands.offset is not None)
 
-    def wanted(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct | None:
+    def result(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct(shape, dtype) if dtype else None
 
     read = {name: getattr(operands, name) for name in ("total", "scale", "mean", "rstd")}
@@ -136,9 +136,9 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
             kernels.row_sums_kernel,
             {**read, "programs": programs},
             {
-                "c1": wanted(norm.switches.subtract_mean and "float32", plan.parts, rows),
-                "c2": wanted("float32", plan.parts, rows),
-                "dbias": wanted(needs_dbias and "float32", programs, n),
+                "c1": result(norm.switches.subtract_mean and "float32", plan.parts, rows),
+                "c2": result("float32", plan.parts, rows),
+                "dbias": result(needs_dbias and "float32", programs, n),
             },
             programs=programs * plan.parts,
             tile=plan.row_sums,
@@ -159,9 +159,9 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
             "splits": plan.splits,
         },
         {
-            "dx": wanted(dtypes.x, *lead, h),
-            "g": wanted(dkernel and "float32", plan.splits, h, n),
-            "dscale": wanted(dtypes.scale and "float32", plan.splits, h),
+            "dx": result(dtypes.x, *lead, h),
+            "g": result(dkernel and "float32", plan.splits, h, n),
+            "dscale": result(dtypes.scale and "float32", plan.splits, h),
         },
         programs=plan.splits * ceil_div(h, plan.backward.columns),
         tile=plan.backward,
@@ -170,10 +170,10 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
     )
     of_x = norm.sizes(Shape.COLUMN, total.shape, 0)
     of_parameters = {
-        "dkernel": wanted(dkernel, h, *dy.shape[len(lead) :]),
-        "dscale": wanted(dtypes.scale, *of_x),
-        "doffset": wanted(dtypes.offset, *of_x),
-        "dbias": wanted(dbias, *dy.shape[len(lead) :]),
+        "dkernel": result(dkernel, h, *dy.shape[len(lead) :]),
+        "dscale": result(dtypes.scale, *of_x),
+        "doffset": result(dtypes.offset, *of_x),
+        "dbias": result(dbias, *dy.shape[len(lead) :]),
     }
     made: dict[str, Any] = dict.fromkeys(of_parameters)
     if any(of_parameters.values()):

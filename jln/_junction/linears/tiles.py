@@ -13,7 +13,7 @@ from jln import _checks
 from jln._junction.arrays import Arrays, Junction
 from jln._triton.chip import Chip, triton_version
 from jln._triton.target import INTERPRETED
-from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
+from jln._triton.tile import Tile, ceil_div, is_aligned, next_power_of_2
 
 # The most features that one program can hold (64 rows of sums, float32) beside a tile of x and one of the kernel, by
 # the operands' dtype; and the most where rows do not start on 16 bytes, and pairs of elements take registers for their
@@ -41,13 +41,13 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
     if norm.has_groups or norm.both_sides or norm.remat or len(operands.kernel) > 1:
         return False
     (kernel,) = operands.kernel
-    dtype = _checks.promoted(operands.x.dtype, kernel.dtype).name
+    dtype = _checks.promote(operands.x.dtype, kernel.dtype).name
     if dtype not in FUSED_FEATURES or math.prod(kernel.shape[1:]) > FUSED_FEATURES[dtype][0]:
         return False
-    return _multiplied_as_asked(junction.precision, dtype)
+    return _has_precision(junction.precision, dtype)
 
 
-def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
+def _has_precision(precision: Any, dtype: str) -> bool:
     """True where the fused kernels multiply operands of this dtype as `precision` asks for on a GPU.
 
     There 16 bits are multiplied alike at all levels, and float32 by default in TF32, or on AMD's GPUs exactly.
@@ -76,7 +76,7 @@ def features(n: int) -> int:
 FENCED_TRITON = (3, 7, 1)
 
 
-def unfenced(chip: Chip) -> str | None:
+def missing_fence(chip: Chip) -> str | None:
     """The reason why a product on `chip` might read its operands from shared memory too early; None where it waits."""
     if not chip.has_wgmma or chip.name == INTERPRETED.name or triton_version() >= FENCED_TRITON:
         return None
@@ -94,12 +94,12 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     too few registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with
     2**31 elements, whose offsets have 32 bits. Nor do they run by a Triton that leaves out fences.
     """
-    if product_dtype not in FUSED_FEATURES or unfenced(chip):
+    if product_dtype not in FUSED_FEATURES or missing_fence(chip):
         return None
     if not chip.is_amd and (chip.capability > 103 or (product_dtype == "float32" and chip.capability >= 100)):
         return None
     widest, widest_unaligned = FUSED_FEATURES[product_dtype]
-    if n > (widest if aligned(h, 2) and aligned(n, 2) else widest_unaligned) or h * n >= 2**31:
+    if n > (widest if is_aligned(h, 2) and is_aligned(n, 2) else widest_unaligned) or h * n >= 2**31:
         return None
     if chip.is_amd:
         # Where a SIMD has two waves, each of them has 256 vector registers. In 16 bits at N = 128 the backward kernel
@@ -171,7 +171,7 @@ def backward_plan(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> 
         return None
     # mma holds operands in registers, where wgmma reads them from shared memory, so that more rows spill on sm_80.
     # wgmma needs 64 rows: with fewer a product silently becomes mma.
-    mma_rows = 32 if features(n) <= 128 and aligned(h, 2) else 16
+    mma_rows = 32 if features(n) <= 128 and is_aligned(h, 2) else 16
     backward = dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
     row_sums = tile
     if product_dtype == "float32" and not chip.has_wgmma and not chip.is_amd:
