@@ -179,7 +179,7 @@ SOURCES = [
      "EPSILON=norm.epsilon,", "EPSILON=1e-6,"),
     ("a shared operand not said to be", GROUPS, GEOMETRY, "return tuple(shared), Arrays(", "return (), Arrays("),
     ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH,
-     "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
+     "programs=ceil_div(rows, tile.rows),", "programs=ceil_div(rows, tile.rows) - 1,"),
     ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=plan.splits * ceil_div",
      "programs=(plan.splits - 1) * ceil_div"),
     ("c2 for c1, fused", FUSED, LINEAR_LAUNCH, '"c1": row_sums["c1"],', '"c1": row_sums["c2"],'),

@@ -84,8 +84,7 @@ NO_ENTRIES = {
 
 @pytest.mark.parametrize("content", NO_ENTRIES.values(), ids=NO_ENTRIES)
 def test_what_is_no_entry_of_the_key_is_as_none(content, folder):
-    """Files may be renamed or linked by whom the folder lets."""
-    cache.store(KEY, ENTRY)
+    cache.store(KEY, ENTRY)  # which is renamed, or linked, by whom the folder lets
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / f"{KEY}.jln").write_bytes(zlib.compress(text.encode()))
     assert cache.load(KEY) is None
