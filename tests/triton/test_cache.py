@@ -243,7 +243,7 @@ def test_nobody_else_may_do_anything_with_what_is_made(folder):
 
 
 def test_root_makes_no_folder_in_a_users_home(monkeypatch, tmp_path):
-    """Under sudo HOME may still be the user's."""
+    """Keep out of a HOME that sudo has left the user's."""
     if os.geteuid() == 0:
         os.chown(tmp_path, SOMEBODY, SOMEBODY)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
