@@ -90,8 +90,8 @@ class _NormLinear(nnx.Module):
             return _read_norm(self.norm, x)
 
         def read_linears(_: jax.Array) -> _modules.Linears | str:
-            settings = _SETTINGS | {name: getattr(linears[0], name) for name in ("dtype", "precision")}
-            if any(getattr(a, name, value) != value for a in linears for name, value in settings.items()):
+            settings = _SETTINGS | {name: (getattr(linears[0], name),) for name in ("dtype", "precision")}
+            if any(getattr(a, name, some[0]) not in some for a in linears for name, some in settings.items()):
                 return "a Linear has other settings than the operator or than its neighbour"
             kernels = [layer.kernel[...] for layer in linears]
             biases = [None if layer.bias is None else layer.bias[...] for layer in linears]
@@ -180,8 +180,9 @@ class RMSNormLinear(_NormLinear):
 
 
 # The settings of a Linear by which the operators compute. Some are of a LinearGeneral alone.
-_SETTINGS = {"dot_general": jax.lax.dot_general, "promote_dtype": dtypes.promote_dtype, "preferred_element_type": None}
-_SETTINGS |= {"dot_general_cls": None, "axis": (-1,), "batch_axis": FrozenDict()}
+_SETTINGS: dict[str, tuple[Any, ...]] = {"dot_general": (jax.lax.dot_general, None), "dot_general_cls": (None,)}
+_SETTINGS |= {"promote_dtype": (dtypes.promote_dtype,), "preferred_element_type": (None,)}
+_SETTINGS |= {"axis": ((-1,),), "batch_axis": (FrozenDict(),)}
 
 
 def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None = None) -> _modules.Norm | str:

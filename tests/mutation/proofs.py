@@ -142,7 +142,7 @@ PROOFS = [
     Mutant(
         "a Linear's own settings not looked at",
         "jln/nnx.py",
-        "getattr(a, name, value) != value",
+        "getattr(a, name, some[0]) not in some",
         "False",
         ("tests/modules/test_nnx.py::test_a_linear_with_settings_of_its_own_is_called",),
     ),
