@@ -28,7 +28,7 @@ from ptx import Violation  # noqa: E402
 EVERY = [
     *test_traffic.MEMORY, *test_traffic.HEADS, *test_norms.SIZES, *test_norms.OPTIONS, *test_norms.MIXED,
     *test_gated.HEADS, *test_norms.VMAP, *test_linears.FUSED, *test_linears.COMPOSED, *test_linears.VMAP,
-    *test_linears.FUSED_SUMS, *test_linears.FUSED_SEVERAL, *test_linears.FUSED_SOME, *test_linears.COMPOSED_SUMS,
+    *test_linears.FUSED_SUMS, *test_linears.FUSED_SOME, *test_linears.COMPOSED_SUMS,
     *test_linears.COMPOSED_SEVERAL, *test_linears.COMPOSED_SOME,
 ]  # fmt: skip
 BY_DEFAULT = [*test_traffic.MEMORY, *test_traffic.HEADS, *test_gated.HEADS, *test_linears.FUSED]
