@@ -20,7 +20,7 @@ CASES = [
     Case("rms_norm", (21, 4, 128), "bfloat16", "small-h200", of_heads=True),
     Case("rms_norm_add_rms_norm", (33, 128), "bfloat16", "small-h200"),
     Case("add_rms_norm_linear", (33, 128), "bfloat16", "small-h200", (300,), remat=True),
-    Case("add_layer_norm_linear, x_bias and gate", (100, 100), "float16", "small-a100", (16,)),
+    Case("add_layer_norm_linear", (100, 100), "float16", "small-a100", (16,)),
     Case("layer_norm_linear", (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True),
 ]
 

@@ -129,6 +129,8 @@ def test_a_gated_norm_is_one_kernel_forward_and_two_backward(name):
 def test_a_gate_that_is_one_number(gate):
     """A gate of one number, as that of an example's stochastic depth, costs no copy of x's size.
 
+    That of each example takes 3 % more than every array once: shares of parameters for each, and the gate along H.
+
     A gate that is a Python number has no gradient, and so x is not read again for it.
     """
     x, p = struct(128, 256, 1024), struct(1024)
@@ -144,4 +146,4 @@ def test_a_gate_that_is_one_number(gate):
     report = program.compile_for(step, x, x, p, p, given, (x, x))
     # XLA's are small: gate and parameters of each example along H, and the sums of their gradients.
     assert len(triton_kernels(report)) == 3 and report.launches <= (9 if given else 4)
-    assert report.bytes_total <= 1.02 * (4 + 5 + bool(given)) * 2 * 128 * 256 * 1024
+    assert report.bytes_total <= (1.04 if given else 1.02) * (4 + 5 + bool(given)) * 2 * 128 * 256 * 1024
