@@ -132,7 +132,7 @@ def slope(call: Call, cotangent: Sequence[Any], direction: Sequence[Any]) -> Cal
 
 def sizes(a: np.ndarray) -> np.ndarray:
     """The sizes of elements, by which steps are chosen: at least the median one, or one near 0 would have no step."""
-    found = np.maximum(np.abs(a), np.median(np.abs(a)))
+    found = np.maximum(np.abs(a), np.median(np.abs(a)) if a.size else 0.0)
     return np.where((found > 0) & (found < np.inf), found, 1.0)
 
 
@@ -143,7 +143,7 @@ def differences(
 
     indices: of the elements in each of the flattened floats, which are float64.
     """
-    program, held = jax.jit(call), [jnp.asarray(a) for a in floats]
+    program, held, scales = jax.jit(call), [jnp.asarray(a) for a in floats], [sizes(a) for a in floats]
 
     def slope(which: int, i: int) -> tuple[float, float]:
         a = floats[which]
@@ -153,7 +153,7 @@ def differences(
             point.flat[i] += step
             return point.flat[i], program([*held[:which], point, *held[which + 1 :]])
 
-        return _slope(move, a.flat[i], sizes(a).flat[i], cotangent)
+        return _slope(move, a.flat[i], scales[which].flat[i], cotangent)
 
     with jax.debug_nans(False), jax.debug_infs(False):  # a step may leave the domain of a function
         slopes = [[slope(which, i) for i in chosen] for which, chosen in enumerate(indices)]

@@ -156,6 +156,7 @@ def test_a_sample_of_the_elements():
     (row,) = testing.check_vjp(jnp.sin, (x,), elements=7).rows
     assert (row.compared, row.size) == (7, 200) and "7 of 200" in str(testing.Report("", (row,)))
     assert row == testing.check_vjp(jnp.sin, (x,), elements=7).rows[0]
+    assert testing.check_vjp(lambda x, empty: jnp.sin(x) + jnp.sum(empty), (x, x[:0]), elements=7).ok
 
     @jax.custom_vjp
     def wrong_once(x):
