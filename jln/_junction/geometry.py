@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jln._junction import tiles
-from jln._junction.arrays import OPERANDS, TABLE, Arrays, Norm, Shape
+from jln._junction.arrays import TABLE, Arrays, Norm, Shape
 from jln._triton.tile import Tile, ceil_div
 
 
@@ -111,19 +110,8 @@ def element_sizes(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[i
     return max(d.itemsize for d in dtypes), len(dtypes) > 1
 
 
-def vector(*records: Mapping[str, Any]) -> int | None:
-    """The elements in 16 bytes of the widest array of rows, if others are narrower; else None. By the table's names."""
-    rows = (a for arrays in records for name, a in arrays.items() if TABLE[name].shape is Shape.ROW and a is not None)
+def vector(*records: Arrays) -> int | None:
+    """The elements in 16 bytes of the widest array of rows, if others are narrower; else None."""
+    rows = (a for arrays in records for name, a in arrays.present().items() if TABLE[name].shape is Shape.ROW)
     widths = {a.dtype.itemsize for a in rows}
     return 16 // max(widths) if len(widths) > 1 else None
-
-
-def pointers(kernel: Any, arrays: Arrays, names: Sequence[str] = Arrays._fields) -> dict[str, Any]:
-    """The arrays of these names to which a kernel has pointers, absent ones too."""
-    return {name: getattr(arrays, name) for name in names if f"{name}_ptr" in kernel.arg_names}
-
-
-def gradient_pointers(kernel: Any, gradients: Arrays) -> dict[str, Any]:
-    """The gradients to which a kernel has pointers, by the kernel's names: that of x is dx."""
-    named = {f"d{name}": getattr(gradients, name) for name in OPERANDS}
-    return {name: a for name, a in named.items() if f"{name}_ptr" in kernel.arg_names}

@@ -12,18 +12,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln._junction import formulas, tiles
-from jln._junction.arrays import COLUMNS, DY, OPERANDS, RESULTS, Arrays, Norm, Shape, reads_of_results, total_dtype
+from jln._junction.arrays import COLUMNS, DY, Arrays, Norm, Shape, reads_of_results, total_dtype
 from jln._junction.eight_bits import LARGEST_EXPONENT
 from jln._junction.formulas import forward_of_two
-from jln._junction.geometry import (
-    Geometry,
-    element_sizes,
-    geometry_of,
-    gradient_pointers,
-    pointers,
-    shared_operands,
-    vector,
-)
+from jln._junction.geometry import Geometry, element_sizes, geometry_of, shared_operands, vector
 from jln._junction.gradients import backward_of_two, make_again, with_one_dy
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
@@ -33,9 +25,10 @@ from jln._triton.tile import ceil_div
 
 
 def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
-    g = geometry_of(operands, norm, batch_dims)
+    """The forward operation: one launch, or two where no tile holds the rows of a norm on both sides."""
     if dtypes.y in LARGEST_EXPONENT and not target.chip.rounds_to_eight_bits:
         return formulas.forward(operands, norm, dtypes, batch_dims)  # by XLA, which rounds in several instructions
+    g = geometry_of(operands, norm, batch_dims)
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
     moved = element_sizes(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
@@ -54,14 +47,14 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     written = launch(
         target,
         forward_kernel,
-        {**pointers(forward_kernel, ready), "rows": g.rows, "groups": g.groups},
-        pointers(forward_kernel, results, RESULTS),
+        {"a": ready, "rows": g.rows, "groups": g.groups},
+        {"a": results},
         programs=programs,
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         H=g.h,
         HEADS=g.heads,
-        VECTOR=vector(pointers(forward_kernel, ready), results.present()),
+        VECTOR=vector(ready, results),
         SHARED=shared,
         NORM=norm.switches,
         BOTH_SIDES=norm.both_sides,
@@ -70,110 +63,116 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
-    return Arrays(**written)
+    return written["a"]
 
 
 def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
+    """The backward operation: of row sums where rows are wide, of all gradients, and of what programs share of them.
+
+    Where no tile holds the rows of a norm on both sides, it is that of two norms.
+    """
+    again = functools.partial(make_again, forward=functools.partial(forward, target=target))
     if _cublas_alone():
         operands = with_one_dy(operands)
-    again = functools.partial(make_again, forward=functools.partial(forward, target=target))
     if norm.remat and norm.both_sides:
-        return backward(*again(operands, norm, dtypes, batch_dims), dtypes, batch_dims, target)
-    of_pull = dtypes._replace(scale=None, offset=None, z=None, y=None)
-    pulls = any(d is not None for d in of_pull)
+        operands, norm = again(operands, norm, dtypes, batch_dims)
+    pulls = any(d is not None for d in dtypes._replace(scale=None, offset=None, z=None, y=None))
     if not pulls and dtypes.scale is None and dtypes.z is None:
         return _without_pullback(with_one_dy(operands), norm, dtypes, batch_dims, target)
     if norm.remat and operands.residual is None:
         operands = operands._replace(total=operands.x, x=None)
-    total = total_dtype(operands) if operands.total is None else operands.total.dtype
-    chip, compute = target.chip, jnp.promote_types(total, jnp.float32)
+
     sums = tuple(name for name in COLUMNS if getattr(dtypes, name) is not None)
-    g = geometry_of(operands, norm, batch_dims, bool(sums))
-    results = g.results(dtypes)
-    plan_of = functools.partial(_backward_plan, results=results, sums=sums, g=g, target=target)
-    plan = plan_of(operands)
+
+    def layout_and_plan(operands: Arrays, norm: Norm) -> tuple[Geometry, tiles.BackwardPlan | None]:
+        g = geometry_of(operands, norm, batch_dims, bool(sums))
+        return g, _backward_plan(operands, g.results(dtypes), sums, g, target)
+
+    g, plan = layout_and_plan(operands, norm)
     if plan is None:
         one = functools.partial(backward, target=target)
         return backward_of_two(with_one_dy(operands), norm, dtypes, batch_dims, one)
-    if operands.dy2 is not None and plan.tile.columns < g.h:  # each would be read twice
+    if operands.dy2 is not None and plan.sums is not None:  # each would be read twice
         operands = with_one_dy(operands)
-        plan = plan_of(operands)
-        assert plan is not None
-    if norm.remat and plan.tile.columns < g.h:  # no tile has a row's statistics
+        g, plan = layout_and_plan(operands, norm)
+    if norm.remat and plan is not None and plan.sums is not None:  # no tile has a row's statistics
         operands = operands._replace(x=operands.total if operands.x is None else operands.x)
-        return backward(*again(operands, norm, dtypes, batch_dims), dtypes, batch_dims, target)
+        operands, norm = again(operands, norm, dtypes, batch_dims)
+        g, plan = layout_and_plan(operands, norm)
+    assert plan is not None
+
     shared, ready = shared_operands(operands, g)
     constants = {"H": g.h, "HEADS": g.heads, "SHARED": shared, "NORM": norm.switches}
+    total = total_dtype(operands) if operands.total is None else operands.total.dtype
+    compute, tile, results = jnp.promote_types(total, jnp.float32), plan.tile, g.results(dtypes)
+    assert plan.sums or tile.columns >= g.h or not pulls, "nobody makes c1 and c2"
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
     if plan.sums is not None and pulls:
         of_rows = g.results(Arrays(mean=None if operands.mean is None else compute, rstd=compute))
+        read = ready.only(("dy", "total", "x_z", "z", "scale", "mean", "rstd"))
         c1_and_c2 = launch(
             target,
             row_sums_kernel,
-            {**pointers(row_sums_kernel, ready), "rows": g.rows},
+            {"a": read, "rows": g.rows},
             {"c1": of_rows.mean, "c2": of_rows.rstd},
             programs=g.programs(plan.sums),
             tile=plan.sums,
             compute=compute,
-            VECTOR=vector(pointers(row_sums_kernel, ready)),
+            VECTOR=vector(read),
             **constants,
         )
 
-    assert plan.sums or plan.tile.columns >= g.h or not pulls, "nobody makes c1 and c2"
-    tile, chunks = plan.tile, g.chunks(plan.tile)
-    programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
+    chunks = g.chunks(tile)
+    programs = target.chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))  # as few as make the same number of trips
-    y = results.y
     # A program has read the dy of its columns before it writes their y.
-    dy = operands.dy
-    overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape)
+    overwrites_dy = results.y is not None and (results.y.dtype, results.y.shape) == (ready.dy.dtype, ready.dy.shape)
     # One buffer for all shares: XLA finds room for all of it in the memory of dkernel, and would for one only.
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
-    by_program = results if shares is None else results._replace(**dict.fromkeys(sums))
+    of_programs = results._replace(y=None) if shares is None else results._replace(y=None, **dict.fromkeys(sums))
     written = launch(
         target,
         backward_kernel,
-        {**pointers(backward_kernel, ready), **c1_and_c2, "rows": g.rows, "groups": g.groups},
-        {**gradient_pointers(backward_kernel, by_program), "shares": shares, "y": y},
+        {"a": ready, **c1_and_c2, "rows": g.rows, "groups": g.groups},
+        {"a": Arrays(y=results.y), "d": of_programs, "shares": shares},
         programs=g.groups * programs * chunks,
         tile=tile,
         compute=compute,
         in_place={"dy": "y"} if overwrites_dy else {},
-        VECTOR=vector(pointers(backward_kernel, ready), results.present()),
-        SUMS=tuple(f"d{name}" for name in sums),
+        VECTOR=vector(ready, results),
+        SUMS=sums,
         PULLS=pulls,
         EPSILON=norm.epsilon if norm.remat else None,
         TOTAL=jnp.dtype(total) if norm.remat else None,
         **constants,
     )
-    gradients: dict[str, Any] = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written}
-    gradients["y"] = written["y"]
+    gradients = written["d"]._replace(y=written["a"].y)
     if shares is not None:
-        gradients |= sums_of_shares(written["shares"], sums, results, target)
-    if y is not None and shares is not None:
-        # The shares are added up first, so that the memory of what y is wanted for can hold them until then.
-        gradients |= jax.lax.optimization_barrier({name: gradients[name] for name in ("y", *sums)})
-    return Arrays(**gradients)
+        made = sums_of_shares(written["shares"], sums, results, target)._replace(y=gradients.y)
+        if made.y is not None:
+            # The shares are added up first, so that the memory of what y is wanted for can hold them until then.
+            made = jax.lax.optimization_barrier(made)
+        gradients = gradients._replace(**made.present())
+    return gradients
 
 
-def sums_of_shares(shares: jax.Array, sums: tuple[str, ...], results: Arrays, target: Target) -> dict[str, Any]:
-    """Add up the shares [sums, groups, programs, H] of the gradients that are sums over rows, by their names."""
+def sums_of_shares(shares: jax.Array, sums: tuple[str, ...], results: Arrays, target: Target) -> Arrays:
+    """Add up the shares [sums, groups, programs, H] of the gradients that are sums over rows."""
     _, groups, programs, h = shares.shape
     tile = tiles.reduce_tile(h, programs if groups > 1 else None)
-    totals = launch(
+    return launch(
         target,
         reduce_kernel,
         {"shares": shares, "groups": groups, "programs": programs},
-        gradient_pointers(reduce_kernel, results),
+        {"d": results.only(sums)},
         programs=len(sums) * groups * ceil_div(h, tile.columns),
         tile=tile,
         compute=shares.dtype,
         H=h,
-        SUMS=tuple(f"d{name}" for name in sums),
-    )
-    return {name: totals[f"d{name}"] for name in sums}
+        SUMS=sums,
+    )["d"]
 
 
 def _cublas_alone() -> bool:

@@ -133,9 +133,9 @@ def run(launch: Launch, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     buffers = {name: Buffer(np.shape(a), a.dtype, np.asarray(a)) for name, a in pairs}
     taken = {result: buffers[operand] for operand, result in launch.in_place.items()}
     buffers |= {name: taken.get(name) or Buffer(r.shape, r.dtype) for name, r in launch.results.items()}
-    arguments = {f"{name}_ptr": buffer for name, buffer in buffers.items()} | launch.scalars | launch.constants
+    arguments = launch.by_parameter(buffers | launch.scalars | launch.constants)
     with _lock, _patch(), np.errstate(all="ignore"):  # a NaN or an overflow is the kernel's business
         _Executor(kernel.rewrite(), kernel.arg_names, (launch.programs,))(**arguments)
     for name, buffer in buffers.items():
-        buffer.check_guards(kernel.__name__, f"{name}_ptr")
+        buffer.check_guards(kernel.__name__, name)
     return [buffers[name].array() for name in launch.results]

@@ -31,10 +31,11 @@ TYPE_NAMES = {
 class Launch:
     """One kernel launch on a grid of `programs`.
 
-    arrays, results: shapes by name, in the kernel's order; the kernel's pointer to x is x_ptr.
+    arrays, results: shapes by name, in the kernel's order.
     scalars: integers passed by value.
     constants: the kernel's constexprs; among them, as None, the pointer to an array that is absent.
     in_place: from the name of an operand to that of the result that takes its memory.
+    records: the types of those of the kernel's parameters that are records of pointers, by the parameters' names.
     """
 
     kernel: Any
@@ -46,13 +47,42 @@ class Launch:
     chip: Chip
     constants: dict[str, Any]
     in_place: dict[str, str]
+    records: dict[str, Any]
+
+    @property
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """The places of the kernel's arguments by name: a parameter's number, and that of a field in a record."""
+        return _places(self.kernel, self.records)
 
     @property
     def arguments(self) -> dict[str, jax.ShapeDtypeStruct | int]:
-        """The kernel's arguments that are no constants, in order and by the kernel's own names."""
-        pointers = {f"{name}_ptr": a for name, a in (self.arrays | self.results).items()}
-        arguments = pointers | self.scalars
-        return {name: arguments[name] for name in self.kernel.arg_names if name in arguments}
+        """The kernel's arguments that are no constants, in order and by name."""
+        arguments = self.arrays | self.results | self.scalars
+        return {name: arguments[name] for name in self.places if name in arguments}
+
+    def by_parameter(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by argument as values by the kernel's parameters, those of a record as one."""
+        grouped: dict[str, list[Any]] = {parameter: [] for parameter in self.kernel.arg_names}
+        for name, (i, *_) in self.places.items():
+            grouped[self.kernel.arg_names[i]].append(values[name])
+        return {p: self.records[p](*of) if p in self.records else of[0] for p, of in grouped.items()}
+
+
+def _name(parameter: str, field: str = "") -> str:
+    """The name of a kernel's argument: c1 for c1_ptr, x for the field x of the record `a`, d.x for that of `d`."""
+    if not field:
+        return parameter.removesuffix("_ptr")
+    return field if parameter == "a" else f"{parameter}.{field}"
+
+
+def _places(kernel: Any, records: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    places: dict[str, tuple[int, ...]] = {}
+    for i, parameter in enumerate(kernel.arg_names):
+        if parameter in records:
+            places |= {_name(parameter, field): (i, j) for j, field in enumerate(records[parameter]._fields)}
+        else:
+            places[_name(parameter)] = (i,)
+    return places
 
 
 # The interpreter runs programs one after another; three cores make every program of the backward kernel loop over
@@ -75,11 +105,20 @@ class Target:
         return object()
 
 
+def _by_argument(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given by a kernel's parameters, by its arguments."""
+    arguments: dict[str, Any] = {}
+    for parameter, value in given.items():
+        named = value._asdict() if hasattr(value, "_fields") else {"": value}
+        arguments |= {_name(parameter, field): a for field, a in named.items()}
+    return arguments
+
+
 def launch(
     target: Target,
     kernel: Any,
-    operands: Mapping[str, jax.Array | int | None],
-    results: Mapping[str, jax.ShapeDtypeStruct | None],
+    operands: Mapping[str, Any],
+    results: Mapping[str, Any],
     *,
     programs: int,
     tile: Tile,
@@ -87,21 +126,26 @@ def launch(
     in_place: Mapping[str, str] | None = None,
     **constants: Any,
 ) -> dict[str, Any]:
-    """Call a kernel on a grid of `programs`, and return the results it wrote, by name.
+    """Call a kernel on a grid of `programs`, and return what it wrote as `results` has it.
 
-    An operand or a result that is None is None for the kernel, too. Integers are passed by value. `compute` is the
-    dtype of the arithmetic, `constants` are the kernel's other constexprs, dtypes among them as NumPy's. `in_place`
-    says which operand's memory a result may take, if nobody else needs it: every program must have read what it
-    overwrites.
+    operands: by the kernel's parameters, a pointer's without its `_ptr`: arrays, integers, which are passed by value,
+      and records (NamedTuples) of arrays. What is None is None for the kernel, too.
+    results: likewise, of shapes. A record may be given for both, each with its part of the fields.
+    compute: the dtype of the arithmetic. constants: the kernel's other constexprs, dtypes among them as NumPy's.
+    in_place: which operand's memory a result may take, if nobody else needs it: every program must have read what it
+      overwrites.
     """
     import triton.language as tl
 
-    scalars = {name: a for name, a in operands.items() if isinstance(a, int)}
-    names = [argument.removesuffix("_ptr") for argument in kernel.arg_names]
-    unknown = ({*operands} | {*results}) - {*names} | {*constants} - {*kernel.arg_names}
+    records = {name: type(a) for name, a in (*operands.items(), *results.items()) if hasattr(a, "_fields")}
+    names = _places(kernel, records)
+    read, wanted = _by_argument(operands), _by_argument(results)
+    scalars = {name: a for name, a in read.items() if isinstance(a, int)}
+    unknown = ({*read} | {*wanted} | {*constants}) - {*names}
     assert not unknown, f"{kernel.__name__} has no arguments {sorted(unknown)}"
-    arrays: dict[str, Any] = {n: operands[n] for n in names if operands.get(n) is not None and n not in scalars}
-    written = {name: a for name in names if (a := results.get(name)) is not None}
+    arrays: dict[str, Any] = {n: read[n] for n in names if read.get(n) is not None and n not in scalars}
+    written = {name: a for name in names if (a := wanted.get(name)) is not None}
+    assert arrays.keys().isdisjoint(written), f"{kernel.__name__} reads and writes an argument"
     in_place = dict(in_place or {})
     for operand, result in in_place.items():
         before, after = ((a.shape, a.dtype) for a in (arrays[operand], written[result]))
@@ -113,7 +157,7 @@ def launch(
         "PRECISION": target.chip.precision,
         "COMPUTE": compute,
         **constants,
-        **{f"{name}_ptr": None for name, a in (operands | results).items() if a is None},  # pyright: ignore
+        **{name: None for name in {*read, *wanted} - {*arrays, *written, *scalars}},
     }
     known = {name: getattr(tl, a.name) if isinstance(a, np.dtype) else a for name, a in known.items()}
     call = Launch(
@@ -124,8 +168,14 @@ def launch(
         programs,
         tile,
         target.chip,
-        {name: known[name] for name in kernel.arg_names if name in known},
+        {name: known[name] for name in names if name in known},
         in_place,
+        records,
     )
     outputs = dict(zip(written, target.run(call, list(arrays.values())), strict=True))
-    return {name: outputs.get(name) for name in results}
+    return {
+        parameter: type(of)(*(outputs.get(_name(parameter, field)) for field in of._fields))
+        if hasattr(of, "_fields")
+        else outputs.get(parameter)
+        for parameter, of in results.items()
+    }

@@ -121,14 +121,12 @@ def source(launch: Launch) -> Any:
     """Triton's ASTSource: arrays are aligned; of integers only 1 is known to the compiler."""
     from triton.compiler import ASTSource
 
-    arguments = launch.arguments
+    arguments, places = launch.arguments, launch.places
     constants = launch.constants | {name: 1 for name, a in arguments.items() if isinstance(a, int) and a == 1}
-    signature, attributes = {}, {}
-    for i, name in enumerate(launch.kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else _type_name(arguments[name])
-        if signature[name].startswith("*"):
-            attributes[(i,)] = [["tt.divisibility", ALIGNMENT]]
-    return ASTSource(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    types = {name: "constexpr" if name in constants else _type_name(arguments[name]) for name in places}
+    known = {places[name]: a for name, a in constants.items()}
+    aligned = {places[name]: [["tt.divisibility", ALIGNMENT]] for name, of in types.items() if of.startswith("*")}
+    return ASTSource(launch.kernel, signature=launch.by_parameter(types), constexprs=known, attrs=aligned)
 
 
 def _type_name(argument: Any) -> str:

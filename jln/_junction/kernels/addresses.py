@@ -7,6 +7,28 @@ turns: [G / HEADS, rows, HEADS, H].
 import triton
 import triton.language as tl
 
+from jln._junction.arrays import TABLE
+
+# The fields of the table's record, of which each kernel's `a` has the pointers, by their numbers.
+NAMES = tl.constexpr(tuple(TABLE))
+SHAPES = tl.constexpr(tuple(array.shape.name for array in TABLE.values()))
+FIELDS = tl.constexpr(len(TABLE))
+
+
+@triton.constexpr_function
+def item(values, i):
+    return values[i]
+
+
+@triton.constexpr_function
+def contains(names, name):
+    return names is not None and name in names
+
+
+@triton.constexpr_function
+def position(names, name):
+    return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
+
 
 @triton.jit
 def numbers(N: tl.constexpr, VECTOR: tl.constexpr):
@@ -57,11 +79,6 @@ def tile_from(first, start, valid, H: tl.constexpr, VECTOR: tl.constexpr, BLOCK_
     return column, exists, start[:, None] + column[None, :], valid[:, None] & exists[None, :]
 
 
-@triton.constexpr_function
-def contains(names, name):
-    return names is not None and name in names
-
-
 @triton.jit
 def group_of(program, programs, SHARED: tl.constexpr, HEADS: tl.constexpr = 1):
     """A program's group, and its number in that group; neighbours take neighbouring HEADS. SHARED: None for one group.
@@ -90,21 +107,20 @@ def first_of(group, rows, H: tl.constexpr, HEADS: tl.constexpr = 1):
         return group // HEADS * (tl.cast(rows, tl.int64) * (H * HEADS)) + group % HEADS * H
 
 
-# Where a group's part of an array begins; None for an array that is absent, by no `return`: none may say so in Triton
-# 3.6. `base`: an offset from there.
-
-
 @triton.jit
-def rows_at(
-    array_ptr, NAME: tl.constexpr, group, rows, H: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr = 1, base=0
-):
-    """The first of a group's rows: of [G, rows, H], and with an H of 1 of [G, rows]."""
-    if array_ptr is not None:
-        return array_ptr + (first_of(copy_of(group, SHARED, NAME, HEADS), rows, H, HEADS) + base)
-
-
-@triton.jit
-def columns_at(array_ptr, NAME: tl.constexpr, group, H: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr = 1):
-    """The first of a group's columns: of [G, H]."""
-    if array_ptr is not None:
-        return array_ptr + copy_of(group, SHARED, NAME, HEADS) * H
+def place(
+    array_ptr, FIELD: tl.constexpr, group, rows, H: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr
+):  # fmt: skip
+    """The first element of a group's part of an array, by its shape in the table. FIELD: its number there."""
+    shape: tl.constexpr = item(SHAPES, FIELD)
+    group = copy_of(group, SHARED, item(NAMES, FIELD), HEADS)
+    if shape == "ROW":
+        return array_ptr + first_of(group, rows, H, HEADS)
+    elif shape == "NUMBER":
+        return array_ptr + first_of(group, rows, 1, HEADS)
+    elif shape == "BLOCK":
+        return array_ptr + first_of(group, rows, H // 32, HEADS)
+    elif shape == "COLUMN":
+        return array_ptr + group * H
+    else:
+        return array_ptr + group

@@ -1,9 +1,9 @@
 """The norms' forward kernel, with or without a sum, gates, silu and a norm of x before it is added, by constexprs.
 
-Every kernel of the norms sees `x` as `[G, rows, H]`. G counts the groups that vmap put in front, and the examples that
+A kernel's `a` is the table's record (`jln._junction.arrays`) of pointers. An operand that is absent, and a result that
+nobody wants, is None there. Rows are `[G, rows, H]`: G counts the groups that vmap put in front, and the examples that
 have parameters of their own. HEADS next to H, with parameters of their own, are groups whose rows take turns; else it
-is 1. SHARED names the operands that have one copy for all groups, and is None where there is only one group. An operand
-that is absent, and a result that nobody wants, is None for the compiler.
+is 1. SHARED names the operands that have one copy for all groups, and is None where there is only one group.
 
 The numbers in brackets are the equations of `jln._junction.formulas`.
 """
@@ -11,29 +11,30 @@ The numbers in brackets are the equations of `jln._junction.formulas`.
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import columns_at, columns_from, group_of, rows_at, rows_of, tile_from, tiles_of
+from jln._junction.arrays import Arrays
+from jln._junction.kernels.addresses import FIELDS, columns_from, group_of, place, rows_of, tile_from, tiles_of
 from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded
 from jln._junction.kernels.terms import apply_gate, load_offset, load_scale, load_total, normed, rstd_of, widen
 
 
 @triton.jit
 def _load_total_of_normed(
-    x_ptr, x_scale_ptr, gate_ptr, residual_ptr, at, mask, column, exists,
+    a, base, at, mask, column, exists,
     H: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The rows that are normalised where x is so before it is added, in their dtype, and the rstd of x."""
-    x = widen(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
+    """The rows that are normalised where x is so before it is added, and the rstd of x."""
+    x = widen(tl.load(a.x + base + at, mask=mask, other=0.0), COMPUTE)
     x_rstd = rstd_of(x, H, EPSILON)  # (31)
-    x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-    residual = widen(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
+    x_scale = load_scale(a.x_scale, column, exists, NORM, BLOCK_H, COMPUTE)
+    residual = widen(tl.load(a.residual + base + at, mask=mask, other=0.0), COMPUTE)
     u = x * x_rstd[:, None]  # (32)
-    if gate_ptr is None:
+    if a.gate is None:
         total = tl.fma(u, x_scale[None, :], residual)  # (33)
     else:
         branch = u * x_scale[None, :]
-        total = apply_gate(branch, gate_ptr, column, exists, COMPUTE) + residual  # (33)
-    return total.to(TOTAL), x_rstd
+        total = apply_gate(branch, a.gate, column, exists, COMPUTE) + residual  # (33)
+    return total.to(TOTAL).to(COMPUTE), x_rstd
 
 
 @triton.jit
@@ -46,25 +47,21 @@ def _add(total, excess, term):
 
 @triton.jit
 def _statistics_of_chunks(
-    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, start, valid,
+    a, base, start, valid,
     H: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr,
     TOTAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The mean and rstd of rows wider than BLOCK_H.
 
     Every chunk has its own two-pass mean and sum of squares, and those of the chunks are merged by the formula of Chan,
-    Golub and LeVeque (1979), which loses nothing when the mean is large. Nor do many
-    chunks, by compensated sums.
+    Golub and LeVeque (1979), which loses nothing when the mean is large. Nor do many chunks, by compensated sums.
     """
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     squares = tl.zeros([BLOCK_ROWS], COMPUTE)
     mean_excess, squares_excess = squares, squares
     for first in range(0, H, BLOCK_H):
         column, exists, at, mask = tile_from(first, start, valid, H, VECTOR, BLOCK_H)
-        x = load_total(
-            x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, at, mask, column, exists,
-            TOTAL, COMPUTE,
-        )  # fmt: skip
+        x = load_total(a, base, at, mask, column, exists, TOTAL, COMPUTE)
         more = tl.zeros([BLOCK_ROWS], COMPUTE)
         if NORM.subtract_mean:
             count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)
@@ -79,54 +76,10 @@ def _statistics_of_chunks(
 
 
 @triton.jit
-def _store_rows(
-    x, mean, rstd, z_ptr, scale, offset, added_ptr, y_scale_ptr,
-    y_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, first_scale, first, valid,
-    H: tl.constexpr, BLOCKS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Normalise rows, and store their norm and the rows themselves, each if it is wanted.
-
-    Returns the bits of each row's largest |y|, 0 if nobody wants it.
-    """
-    largest = tl.zeros([BLOCK_ROWS], tl.int32)
-    if total_ptr is not None:
-        tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
-    if y_ptr is not None or y_max_ptr is not None or block_scale_ptr is not None:
-        x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-        y = normed(x_hat, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
-        if y_max_ptr is not None:
-            largest = tl.max(bits_of(y, mask), axis=1)  # (51)
-        if BLOCKS is not None:
-            y = by_block_scales(y, mask, block_scale_ptr, first_scale, first, valid, H, BLOCKS, BLOCK_ROWS, BLOCK_H)
-        if y_ptr is not None:
-            if y_scale_ptr is not None:
-                y *= tl.div_rn(1.0, tl.load(y_scale_ptr))  # (50)
-            tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=mask)
-    return largest
-
-
-@triton.jit
 def forward_kernel(
-    x_ptr,  # [G, rows, H]
-    x_z_ptr,  # [G, rows, H]
-    z_ptr,  # [G, rows, H]
-    residual_ptr,  # [G, rows, H]
-    x_bias_ptr,  # [G, H]
-    gate_ptr,  # [G, H]
-    x_scale_ptr,  # [G, H]
-    scale_ptr,  # [G, H]
-    offset_ptr,  # [G, H]
-    added_ptr,  # [G, rows, H]
-    y_scale_ptr,  # [G]
+    a: Arrays,  # the operands, and the results y, y_max, block_scale, total, mean, rstd and x_rstd
     rows,
     groups,
-    y_ptr,  # [G, rows, H]
-    y_max_ptr,  # [G, rows]
-    block_scale_ptr,  # [G, rows, H / 32]
-    total_ptr,  # [G, rows, H]
-    mean_ptr,  # [G, rows]
-    rstd_ptr,  # [G, rows]
-    x_rstd_ptr,  # [G, rows]
     H: tl.constexpr,
     HEADS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -142,7 +95,7 @@ def forward_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute y, total, mean and rstd, tile by tile of rows.
+    """Compute the results, tile by tile of rows.
 
     BOTH_SIDES: x is normalised before it is added, in a tile of whole rows, and its x_rstd computed, too.
     BLOCKS: the exponent of the largest number of y where its blocks have scales; else None.
@@ -153,90 +106,66 @@ def forward_kernel(
     """
     programs = tl.maximum(tl.num_programs(0) // groups, 1)
     group, program = group_of(tl.program_id(0), programs, SHARED, HEADS)
-    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, SHARED, HEADS)
-    gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED, HEADS)
-    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, SHARED, HEADS)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, SHARED, HEADS)
-    offset_ptr = columns_at(offset_ptr, "offset", group, H, SHARED, HEADS)
-    y_scale_ptr = columns_at(y_scale_ptr, "y_scale", group, 1, SHARED, HEADS)
-    y_max_ptr = rows_at(y_max_ptr, "y_max", group, rows, 1, SHARED, HEADS)
-    rstd_ptr = rows_at(rstd_ptr, "rstd", group, rows, 1, SHARED, HEADS)
-    mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED, HEADS)
-    x_rstd_ptr = rows_at(x_rstd_ptr, "x_rstd", group, rows, 1, SHARED, HEADS)
-
+    for i in tl.static_range(FIELDS):
+        if a[i] is not None:
+            a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
     if PERSISTENT:
         column, exists = columns_from(0, H, VECTOR, BLOCK_H)
-        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        offset = load_offset(offset_ptr, column, exists, COMPUTE)
+        scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
+        offset = load_offset(a.offset, column, exists, COMPUTE)
 
     end = tiles_of(rows, BLOCK_ROWS) if PERSISTENT else program + 1
     for tile in tl.range(program, end, programs if PERSISTENT else 1, num_stages=STAGES if PERSISTENT else 1):
         row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS, HEADS)
-        of_x_ptr = rows_at(x_ptr, "x", group, rows, H, SHARED, HEADS, base)
-        of_x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, SHARED, HEADS, base)
-        of_z_ptr = rows_at(z_ptr, "z", group, rows, H, SHARED, HEADS, base)
-        of_residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, SHARED, HEADS, base)
-        of_total_ptr = rows_at(total_ptr, "total", group, rows, H, SHARED, HEADS, base)
-        of_added_ptr = rows_at(added_ptr, "added", group, rows, H, SHARED, HEADS, base)
-        of_y_ptr = rows_at(y_ptr, "y", group, rows, H, SHARED, HEADS, base)
-        first_scale = start
-        of_blocks_ptr = block_scale_ptr
-        if block_scale_ptr is not None:
-            _, base, first_scale, _ = rows_of(tile, rows, H // 32, BLOCK_ROWS, HEADS)
-            of_blocks_ptr = rows_at(block_scale_ptr, "block_scale", group, rows, H // 32, SHARED, HEADS, base)
 
-        mean = tl.zeros([BLOCK_ROWS], COMPUTE)
+        # The rows' statistics.
         if BLOCK_H >= H:
             column, exists, at, mask = tile_from(0, start, valid, H, VECTOR, BLOCK_H)
             if BOTH_SIDES:
                 x, x_rstd = _load_total_of_normed(
-                    of_x_ptr, x_scale_ptr, gate_ptr, of_residual_ptr, at, mask, column, exists,
-                    H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_H,
-                )  # fmt: skip
-                x = x.to(COMPUTE)
+                    a, base, at, mask, column, exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_H
+                )
             else:
-                x = load_total(
-                    of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, at, mask,
-                    column, exists, TOTAL, COMPUTE,
-                )  # fmt: skip
+                x = load_total(a, base, at, mask, column, exists, TOTAL, COMPUTE)
+            mean = tl.zeros([BLOCK_ROWS], COMPUTE)
             if NORM.subtract_mean:
                 mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
             rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
-            if not PERSISTENT:
-                scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-                offset = load_offset(offset_ptr, column, exists, COMPUTE)
-            largest = _store_rows(
-                x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr,
-                of_y_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask, first_scale, 0, valid,
-                H, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
-            )  # fmt: skip
         else:
             mean, rstd = _statistics_of_chunks(
-                of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, start, valid,
-                H, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
-            )  # fmt: skip
-            largest = tl.zeros([BLOCK_ROWS], tl.int32)
-            for first in range(0, H, BLOCK_H):
-                column, exists, at, mask = tile_from(first, start, valid, H, VECTOR, BLOCK_H)
-                x = load_total(
-                    of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, at, mask,
-                    column, exists, TOTAL, COMPUTE,
-                )  # fmt: skip
-                scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-                offset = load_offset(offset_ptr, column, exists, COMPUTE)
-                more = _store_rows(
-                    x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr,
-                    of_y_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask, first_scale, first, valid,
-                    H, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
-                )  # fmt: skip
-                if y_max_ptr is not None:
-                    largest = tl.maximum(largest, more)
+                a, base, start, valid, H, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H
+            )
 
-        if y_max_ptr is not None:
-            tl.store(y_max_ptr + row, largest.to(tl.float32, bitcast=True), mask=valid)
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + row, rstd, mask=valid)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean, mask=valid)
-        if x_rstd_ptr is not None:
-            tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
+        # The rows and their norm.
+        largest = tl.zeros([BLOCK_ROWS], tl.int32)
+        for first in range(0, H, BLOCK_H):
+            if BLOCK_H < H:
+                column, exists, at, mask = tile_from(first, start, valid, H, VECTOR, BLOCK_H)
+                x = load_total(a, base, at, mask, column, exists, TOTAL, COMPUTE)
+            if not PERSISTENT:
+                scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
+                offset = load_offset(a.offset, column, exists, COMPUTE)
+            if a.total is not None:
+                tl.store(a.total + base + at, x.to(a.total.dtype.element_ty), mask=mask)
+            if a.y is not None or a.y_max is not None or a.block_scale is not None:
+                x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
+                y = normed(a, x_hat, scale, offset, base, at, mask, COMPUTE)  # (4)
+                if a.y_max is not None:
+                    of_chunk = tl.max(bits_of(y, mask), axis=1)  # (51)
+                    largest = of_chunk if BLOCK_H >= H else tl.maximum(largest, of_chunk)
+                if BLOCKS is not None:
+                    _, first_block, block, _ = rows_of(tile, rows, H // 32, BLOCK_ROWS, HEADS)
+                    y = by_block_scales(a, y, mask, first_block, block, first, valid, H, BLOCKS, BLOCK_ROWS, BLOCK_H)
+                if a.y is not None:
+                    if a.y_scale is not None:
+                        y *= tl.div_rn(1.0, tl.load(a.y_scale))  # (50)
+                    tl.store(a.y + base + at, rounded(y, a.y.dtype.element_ty), mask=mask)
+
+        if a.y_max is not None:
+            tl.store(a.y_max + row, largest.to(tl.float32, bitcast=True), mask=valid)
+        if a.rstd is not None:
+            tl.store(a.rstd + row, rstd, mask=valid)
+        if a.mean is not None:
+            tl.store(a.mean + row, mean, mask=valid)
+        if a.x_rstd is not None:
+            tl.store(a.x_rstd + row, x_rstd.to(a.x_rstd.dtype.element_ty), mask=valid)

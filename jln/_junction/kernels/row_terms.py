@@ -6,36 +6,24 @@ The numbers in brackets are the equations of `jln._junction.formulas`.
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import contains
+from jln._junction.kernels.addresses import contains, position
 from jln._junction.kernels.terms import load_silu
 
 
-@triton.constexpr_function
-def count(values):
-    return len(values)
-
-
-@triton.constexpr_function
-def position(names, name):
-    return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
-
-
 @triton.jit
-def load_row_terms(
-    dy, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
-):  # fmt: skip
+def load_row_terms(a, dy, x, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr):
     """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
 
     With z or x_z also its silu, and the factor of its gradient in (43) or (44). With z dy is then the cotangent of the
     norm's result.
     """
     u, of_dz = x, x
-    if z_ptr is not None:
-        u, of_dz = load_silu(z_ptr + base, at, mask, COMPUTE)
+    if a.z is not None:
+        u, of_dz = load_silu(a.z + base, at, mask, COMPUTE)
         of_dz *= dy
         dy *= u  # (42)
-    if x_z_ptr is not None:
-        u, of_dz = load_silu(x_z_ptr + base, at, mask, COMPUTE)
+    if a.x_z is not None:
+        u, of_dz = load_silu(a.x_z + base, at, mask, COMPUTE)
         of_dz *= x
         x *= u  # (41)
     x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)  # (3)
@@ -53,8 +41,8 @@ def pull_back(scaled, x_hat, c1, c2, rstd, NORM: tl.constexpr):
 
 @triton.jit
 def store_sum(
-    sum, sum_ptr, shares_ptr, at, exists, programs_of_all_groups,
-    NAME: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
+    sum, NAME: tl.constexpr, sum_ptr, shares_ptr, at, exists, programs_of_all_groups,
+    SUMS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """Store a program's sum over its rows, if it is of the SUMS: in the result where it is all, else as a share."""
     if contains(SUMS, NAME):

@@ -49,17 +49,12 @@ def load_matrix(
 
 
 @triton.jit
-def with_bias(x, x_bias_ptr, column, exists, COMPUTE: tl.constexpr):
-    """The branch that is gated: x plus its bias."""
-    if x_bias_ptr is not None:
-        x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+def load_branch(a, base, at, mask, column, exists, COMPUTE: tl.constexpr):
+    """The branch that is gated: a tile of x plus its bias."""
+    x = widen(tl.load(a.x + base + at, mask=mask, other=0.0), COMPUTE)
+    if a.x_bias is not None:
+        x += tl.load(a.x_bias + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
     return x
-
-
-@triton.jit
-def load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
-    """The branch, of a tile of x."""
-    return with_bias(widen(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE), x_bias_ptr, column, exists, COMPUTE)
 
 
 @triton.jit
@@ -80,18 +75,15 @@ def load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def load_total(
-    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, at, mask, column, exists,
-    TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
+def load_total(a, base, at, mask, column, exists, TOTAL: tl.constexpr, COMPUTE: tl.constexpr):
     """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
-    x = load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
-    if residual_ptr is not None:
-        x = apply_gate(x, gate_ptr, column, exists, COMPUTE)
-        residual = widen(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
+    x = load_branch(a, base, at, mask, column, exists, COMPUTE)
+    if a.residual is not None:
+        x = apply_gate(x, a.gate, column, exists, COMPUTE)
+        residual = widen(tl.load(a.residual + base + at, mask=mask, other=0.0), COMPUTE)
         x = (x + residual).to(TOTAL).to(COMPUTE)  # (23)
-    if x_z_ptr is not None:
-        u, _ = load_silu(x_z_ptr, at, mask, COMPUTE)
+    if a.x_z is not None:
+        u, _ = load_silu(a.x_z + base, at, mask, COMPUTE)
         x *= u  # (41)
     return x
 
@@ -120,13 +112,13 @@ def affine(x_hat, scale, offset):
 
 
 @triton.jit
-def normed(x_hat, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE: tl.constexpr):
+def normed(a, x_hat, scale, offset, base, at, mask, COMPUTE: tl.constexpr):
     """The norm's result y, of a tile of x_hat: (4), with (42) and (30)."""
     y = affine(x_hat, scale, offset)
-    if z_ptr is not None:
-        u, _ = load_silu(z_ptr, at, mask, COMPUTE)
+    if a.z is not None:
+        u, _ = load_silu(a.z + base, at, mask, COMPUTE)
         y *= u  # (42)
-    if added_ptr is not None:
-        added = tl.load(added_ptr + at, mask=mask, other=0.0)
+    if a.added is not None:
+        added = tl.load(a.added + base + at, mask=mask, other=0.0)
         y = y + (widen(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
     return y
