@@ -12,23 +12,15 @@ compiler.
 import triton
 import triton.language as tl
 
+from jln._junction.arrays import Arrays
 from jln._junction.kernels.addresses import rows_of
 from jln._junction.kernels.terms import load_matrix, load_scale, load_vector
 
 
 @triton.jit
 def forward_kernel(
-    x_ptr,  # [M, H]
-    residual_ptr,  # [M, H]
-    scale_ptr,  # [H]
-    offset_ptr,  # [H]
-    kernel_ptr,  # [H, N]
-    bias_ptr,  # [N]
+    a: Arrays,  # x, residual, scale, offset, kernel and bias; and the results y, total, mean and rstd
     rows,
-    y_ptr,  # [M, N]
-    total_ptr,  # [M, H]
-    mean_ptr,  # [M]
-    rstd_ptr,  # [M]
     H: tl.constexpr,
     N: tl.constexpr,
     NORM: tl.constexpr,
@@ -66,21 +58,21 @@ def forward_kernel(
     unit = tl.full([BLOCK_ROWS], 1.0, COMPUTE)
     product = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
     weight = tl.zeros([BLOCK_N], COMPUTE)
-    constant = load_vector(bias_ptr, feature, feature < N, BLOCK_N, COMPUTE)
+    constant = load_vector(a.bias, feature, feature < N, BLOCK_N, COMPUTE)
     for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK_H)
         exists = column < H
         seen = tl.minimum(first + BLOCK_H, H).to(COMPUTE)
-        x = load_matrix(x_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
-        if residual_ptr is not None:
-            x += load_matrix(residual_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
+        x = load_matrix(a.x + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
+        if a.residual is not None:
+            x += load_matrix(a.residual + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
             total = x.to(TOTAL)  # (23)
-            if total_ptr is not None:
+            if a.total is not None:
                 mask = valid[:, None] & exists[None, :]
-                tl.store(total_ptr + base + start[:, None] + column[None, :], total, mask=mask)
+                tl.store(a.total + base + start[:, None] + column[None, :], total, mask=mask)
             x = total.to(COMPUTE)
-        kernel = load_matrix(kernel_ptr, column * N, exists, 0, N, BLOCK_N)
-        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        kernel = load_matrix(a.kernel, column * N, exists, 0, N, BLOCK_N)
+        scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
         if NORM.subtract_mean:
             count = seen - first
             step = (tl.sum(x, axis=1) / count - mean) * (count / seen)
@@ -89,15 +81,15 @@ def forward_kernel(
             x = tl.where(exists[None, :], x - mean[:, None], 0.0)  # else -mean, which might overflow: 0 * inf is NaN
             product = tl.fma(-(unit * step)[:, None], weight[None, :], product)
             weight += tl.sum(kernel.to(COMPUTE) * scale[:, None], axis=0)
-        if offset_ptr is not None:
-            offset = load_vector(offset_ptr, column, exists, BLOCK_H, COMPUTE)
+        if a.offset is not None:
+            offset = load_vector(a.offset, column, exists, BLOCK_H, COMPUTE)
             constant += tl.sum(kernel.to(COMPUTE) * offset[:, None], axis=0)
         squares += tl.sum(x * x, axis=1)
         before = unit
         unit = tl.rsqrt(tl.clamp(squares / seen + EPSILON, 1e-30, 1e30))
         product *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (10), of the columns so far
-        operand: tl.constexpr = y_ptr.dtype.element_ty
+        operand: tl.constexpr = a.y.dtype.element_ty
         kernel = kernel.to(operand)
         if BY_REGISTERS:
             kernel += 0.0
@@ -107,8 +99,8 @@ def forward_kernel(
     y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])  # (11)
     _, base, start, _ = rows_of(tl.program_id(0), rows, N, BLOCK_ROWS)
     mask = valid[:, None] & (feature < N)[None, :]
-    tl.store(y_ptr + base + start[:, None] + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=valid)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean, mask=valid)
+    tl.store(a.y + base + start[:, None] + feature[None, :], y.to(a.y.dtype.element_ty), mask=mask)
+    if a.rstd is not None:
+        tl.store(a.rstd + row, rstd, mask=valid)
+    if a.mean is not None:
+        tl.store(a.mean + row, mean, mask=valid)

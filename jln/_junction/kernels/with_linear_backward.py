@@ -6,18 +6,14 @@ Operands and numbers in brackets are as in `jln._junction.kernels.with_linear`.
 import triton
 import triton.language as tl
 
+from jln._junction.arrays import Arrays
 from jln._junction.kernels.addresses import rows_of, tiles_of
 from jln._junction.kernels.terms import load_matrix, load_scale, load_vector
 
 
 @triton.jit
 def row_sums_kernel(
-    dy_ptr,  # [M, N]
-    total_ptr,  # [M, H]
-    scale_ptr,  # [H]
-    kernel_ptr,  # [H, N]
-    mean_ptr,  # [M]
-    rstd_ptr,  # [M]
+    a: Arrays,  # dy, total, scale, kernel, mean and rstd
     rows,
     programs,
     c1_ptr,  # [PARTS, M]
@@ -46,9 +42,9 @@ def row_sums_kernel(
     for tile in range(program, tiles_of(rows, BLOCK_ROWS), programs):
         row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS)
         _, base_of_dy, start_of_dy, _ = rows_of(tile, rows, N, BLOCK_ROWS)
-        mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-        dy = load_matrix(dy_ptr + base_of_dy, start_of_dy, valid, 0, N, BLOCK_N)
+        mean = load_vector(a.mean, row, valid, BLOCK_ROWS, COMPUTE)
+        rstd = load_vector(a.rstd, row, valid, BLOCK_ROWS, COMPUTE)
+        dy = load_matrix(a.dy + base_of_dy, start_of_dy, valid, 0, N, BLOCK_N)
         if dbias_ptr is not None:
             dbias += tl.sum(dy.to(COMPUTE), axis=0)
         c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
@@ -56,9 +52,9 @@ def row_sums_kernel(
         for first in tl.range(part * BLOCK_H, H, PARTS * BLOCK_H, num_stages=STAGES):
             column = first + tl.arange(0, BLOCK_H)
             exists = column < H
-            x = load_matrix(total_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
-            kernel = load_matrix(kernel_ptr, column * N, exists, 0, N, BLOCK_N)
-            scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+            x = load_matrix(a.total + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
+            kernel = load_matrix(a.kernel, column * N, exists, 0, N, BLOCK_N)
+            scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
             scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision=PRECISION) * scale[None, :]
             c1 += scaled
             # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
@@ -73,13 +69,7 @@ def row_sums_kernel(
 
 @triton.jit
 def backward_kernel(
-    dy_ptr,  # [M, N]
-    dtotal_ptr,  # [M, H]
-    total_ptr,  # [M, H]
-    scale_ptr,  # [H]
-    kernel_ptr,  # [H, N]
-    mean_ptr,  # [M]
-    rstd_ptr,  # [M]
+    a: Arrays,  # dy, dtotal, total, scale, kernel, mean and rstd
     c1_ptr,  # [PARTS, M]
     c2_ptr,  # [PARTS, M]
     rows,
@@ -107,18 +97,18 @@ def backward_kernel(
     first = tl.program_id(0) % chunks * BLOCK_H
     column = first + tl.arange(0, BLOCK_H)
     exists = column < H
-    if kernel_ptr is not None:
-        kernel = load_matrix(kernel_ptr, column * N, exists, 0, N, BLOCK_N)
-    scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+    if a.kernel is not None:
+        kernel = load_matrix(a.kernel, column * N, exists, 0, N, BLOCK_N)
+    scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
     g = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for tile in tl.range(split, tiles_of(rows, BLOCK_ROWS), splits, num_stages=STAGES):
         row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS)
         _, base_of_dy, start_of_dy, _ = rows_of(tile, rows, N, BLOCK_ROWS)
-        mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-        x = load_matrix(total_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
-        dy = load_matrix(dy_ptr + base_of_dy, start_of_dy, valid, 0, N, BLOCK_N)
+        mean = load_vector(a.mean, row, valid, BLOCK_ROWS, COMPUTE)
+        rstd = load_vector(a.rstd, row, valid, BLOCK_ROWS, COMPUTE)
+        x = load_matrix(a.total + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
+        dy = load_matrix(a.dy + base_of_dy, start_of_dy, valid, 0, N, BLOCK_N)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         if g_ptr is not None:
             g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision=PRECISION)  # (21)
@@ -135,10 +125,10 @@ def backward_kernel(
                 c2 += load_vector(c2_ptr, of_part + row, valid, BLOCK_ROWS, COMPUTE)
             dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (17), its factor rstd inside
             dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)  # (17)
-            if H == 1 and mean_ptr is not None:  # 0, as in the norm's kernel; c1 may be of another order of sums
+            if H == 1 and a.mean is not None:  # 0, as in the norm's kernel; c1 may be of another order of sums
                 dx = (dz - tl.sum(dz, axis=1)[:, None]) * scale[None, :] * rstd[:, None]
-            if dtotal_ptr is not None:
-                dx += load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
+            if a.dtotal is not None:
+                dx += load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
             mask = valid[:, None] & exists[None, :]
             tl.store(dx_ptr + base + start[:, None] + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dscale_ptr is not None:
@@ -154,15 +144,10 @@ def parameters_kernel(
     g_partial_ptr,  # [splits, H, N]
     dscale_partial_ptr,  # [splits, H]
     dbias_partial_ptr,  # [programs, N]
-    scale_ptr,  # [H]
-    offset_ptr,  # [H]
-    kernel_ptr,  # [H, N]
+    a: Arrays,  # scale, offset and kernel
     splits,
     programs,
-    dkernel_ptr,  # [H, N]
-    dscale_ptr,  # [H]
-    doffset_ptr,  # [H]
-    dbias_ptr,  # [N]
+    d: Arrays,  # of kernel, scale, offset and bias
     H: tl.constexpr,
     N: tl.constexpr,
     NORM: tl.constexpr,
@@ -186,18 +171,18 @@ def parameters_kernel(
     for first in range(0, splits, BLOCK_ROWS):
         split = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         there = split < splits
-        if dkernel_ptr is not None:
+        if d.kernel is not None:
             g += tl.load(
                 g_partial_ptr + split[:, None, None] * (H * N) + at[None, :, :],
                 mask=there[:, None, None] & mask[None, :, :],
                 other=0.0,
             )
-        if dscale_ptr is not None:
+        if d.scale is not None:
             dscale += load_matrix(dscale_partial_ptr, split * H, there, first_column, H, BLOCK_H)
-    if dscale_ptr is not None:
-        tl.store(dscale_ptr + column, tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty), mask=exists)
-    if dkernel_ptr is not None:
-        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+    if d.scale is not None:
+        tl.store(d.scale + column, tl.sum(dscale, axis=0).to(d.scale.dtype.element_ty), mask=exists)
+    if d.kernel is not None:
+        scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
         dkernel = tl.sum(g, axis=0) * scale[:, None]  # (22)
     if dbias_partial_ptr is not None:
         shares: tl.constexpr = BLOCK_ROWS * BLOCK_H  # as many elements as of g
@@ -206,15 +191,15 @@ def parameters_kernel(
             program = first + tl.arange(0, shares)
             dbias += load_matrix(dbias_partial_ptr, program * N, program < programs, 0, N, BLOCK_N)
         total = tl.sum(dbias, axis=0)  # (12)
-        if dbias_ptr is not None:  # noqa: SIM102, as one is known to the compiler
+        if d.bias is not None:  # noqa: SIM102, as one is known to the compiler
             if tl.program_id(0) == 0:
-                tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=feature < N)
-        if doffset_ptr is not None:
-            kernel = tl.load(kernel_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+                tl.store(d.bias + feature, total.to(d.bias.dtype.element_ty), mask=feature < N)
+        if d.offset is not None:
+            kernel = tl.load(a.kernel + at, mask=mask, other=0.0).to(COMPUTE)
             doffset = tl.sum(kernel * total[None, :], axis=1)  # (15)
-            tl.store(doffset_ptr + column, doffset.to(doffset_ptr.dtype.element_ty), mask=exists)
-    if dkernel_ptr is not None:
-        if offset_ptr is not None:
-            offset = load_vector(offset_ptr, column, exists, BLOCK_H, COMPUTE)
+            tl.store(d.offset + column, doffset.to(d.offset.dtype.element_ty), mask=exists)
+    if d.kernel is not None:
+        if a.offset is not None:
+            offset = load_vector(a.offset, column, exists, BLOCK_H, COMPUTE)
             dkernel = tl.fma(offset[:, None], total[None, :], dkernel)  # (22)
-        tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty), mask=mask)
+        tl.store(d.kernel + at, dkernel.to(d.kernel.dtype.element_ty), mask=mask)

@@ -84,20 +84,17 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
     def like_x(dtype: str | None, last: int) -> jax.ShapeDtypeStruct | None:
         return None if dtype is None else jax.ShapeDtypeStruct((*lead, last), dtype)
 
-    written = launch(
+    made = launch(
         target,
         with_linear.forward_kernel,
+        {"a": operands._replace(kernel=kernel, bias=bias), "rows": rows},
         {
-            **{name: getattr(operands, name) for name in ("x", "residual", "scale", "offset")},
-            "kernel": kernel,
-            "bias": bias,
-            "rows": rows,
-        },
-        {
-            "y": like_x(dtype, n),
-            "total": like_x(dtypes.total, h),
-            "mean": like_x(dtypes.mean, 1),
-            "rstd": like_x(dtypes.rstd, 1),
+            "a": Arrays(
+                y=like_x(dtype, n),
+                total=like_x(dtypes.total, h),
+                mean=like_x(dtypes.mean, 1),
+                rstd=like_x(dtypes.rstd, 1),
+            )
         },
         programs=ceil_div(rows, tile.rows),
         tile=tile,
@@ -105,8 +102,8 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
         EPSILON=junction.norm.epsilon,
         TOTAL=jnp.dtype(total_dtype(operands)),
         **_constants(junction.norm, h, n),
-    )
-    return Arrays(**written | {"y": (written["y"].reshape(*lead, *kernel.shape[1:]),)})
+    )["a"]
+    return made._replace(y=(made.y.reshape(*lead, *kernel.shape[1:]),))
 
 
 def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.BackwardPlan, target: Target) -> Arrays:
@@ -126,15 +123,14 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
     def result(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct(shape, dtype) if dtype else None
 
-    read = {name: getattr(operands, name) for name in ("total", "scale", "mean", "rstd")}
-    read |= {"dy": dy, "kernel": kernel, "rows": rows}
+    read = operands.only(("total", "scale", "mean", "rstd"))._replace(dy=dy, kernel=kernel)
     row_sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
     programs = plan.row_programs
     if dtypes.x is not None:
         row_sums = launch(
             target,
             kernels.row_sums_kernel,
-            {**read, "programs": programs},
+            {"a": read, "rows": rows, "programs": programs},
             {
                 "c1": result(norm.switches.subtract_mean and "float32", plan.parts, rows),
                 "c2": result("float32", plan.parts, rows),
@@ -152,10 +148,10 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
         target,
         kernels.backward_kernel,
         {
-            **read,
-            "dtotal": None if dtypes.x is None else operands.dtotal,
+            "a": read._replace(dtotal=None if dtypes.x is None else operands.dtotal),
             "c1": row_sums["c1"],
             "c2": row_sums["c2"],
+            "rows": rows,
             "splits": plan.splits,
         },
         {
@@ -169,14 +165,13 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
         **constants,
     )
     of_x = norm.sizes(Shape.COLUMN, total.shape, 0)
-    of_parameters = {
-        "dkernel": result(dkernel, h, *dy.shape[len(lead) :]),
-        "dscale": result(dtypes.scale, *of_x),
-        "doffset": result(dtypes.offset, *of_x),
-        "dbias": result(dbias, *dy.shape[len(lead) :]),
-    }
-    made: dict[str, Any] = dict.fromkeys(of_parameters)
-    if any(of_parameters.values()):
+    made = Arrays(
+        kernel=result(dkernel, h, *dy.shape[len(lead) :]),
+        scale=result(dtypes.scale, *of_x),
+        offset=result(dtypes.offset, *of_x),
+        bias=result(dbias, *dy.shape[len(lead) :]),
+    )
+    if made.present():
         made = launch(
             target,
             kernels.parameters_kernel,
@@ -184,19 +179,20 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
                 "g_partial": shares["g"],
                 "dscale_partial": shares["dscale"],
                 "dbias_partial": row_sums["dbias"],
-                "scale": operands.scale if dkernel else None,
-                "offset": operands.offset if dkernel else None,
-                "kernel": kernel if dtypes.offset else None,
+                "a": Arrays(
+                    scale=operands.scale if dkernel else None,
+                    offset=operands.offset if dkernel else None,
+                    kernel=kernel if dtypes.offset else None,
+                ),
                 "splits": plan.splits,
                 "programs": programs,
             },
-            of_parameters,
+            {"d": made},
             programs=ceil_div(h, plan.parameters.columns),
             tile=plan.parameters,
             **constants,
-        )
-    gradients = {"scale": made["dscale"], "offset": made["doffset"]}
-    return Arrays(x=shares["dx"], kernel=(made["dkernel"],), bias=(made["dbias"],), **gradients)
+        )["d"]
+    return made._replace(x=shares["dx"], kernel=(made.kernel,), bias=(made.bias,))
 
 
 def _constants(norm: Norm, h: int, n: int) -> dict[str, Any]:
