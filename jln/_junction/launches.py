@@ -48,7 +48,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         target,
         forward_kernel,
         {"a": ready, "rows": g.rows, "groups": g.groups},
-        {"a": results},
+        {"r": results},
         programs=programs,
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
@@ -63,7 +63,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
-    return written["a"]
+    return written["r"]
 
 
 def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
@@ -131,16 +131,16 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     overwrites_dy = results.y is not None and (results.y.dtype, results.y.shape) == (ready.dy.dtype, ready.dy.shape)
     # One buffer for all shares: XLA finds room for all of it in the memory of dkernel, and would for one only.
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
-    of_programs = results._replace(y=None) if shares is None else results._replace(y=None, **dict.fromkeys(sums))
+    by_programs = results if shares is None else results._replace(**dict.fromkeys(sums))
     written = launch(
         target,
         backward_kernel,
         {"a": ready, **c1_and_c2, "rows": g.rows, "groups": g.groups},
-        {"a": Arrays(y=results.y), "d": of_programs, "shares": shares},
+        {"d": by_programs, "shares": shares},
         programs=g.groups * programs * chunks,
         tile=tile,
         compute=compute,
-        in_place={"dy": "y"} if overwrites_dy else {},
+        in_place={"a.dy": "d.y"} if overwrites_dy else {},
         VECTOR=vector(ready, results),
         SUMS=sums,
         PULLS=pulls,
@@ -148,7 +148,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         TOTAL=jnp.dtype(total) if norm.remat else None,
         **constants,
     )
-    gradients = written["d"]._replace(y=written["a"].y)
+    gradients = written["d"]
     if shares is not None:
         made = sums_of_shares(written["shares"], sums, results, target)._replace(y=gradients.y)
         if made.y is not None:

@@ -69,10 +69,8 @@ class Launch:
 
 
 def _name(parameter: str, field: str = "") -> str:
-    """The name of a kernel's argument: c1 for c1_ptr, x for the field x of the record `a`, d.x for that of `d`."""
-    if not field:
-        return parameter.removesuffix("_ptr")
-    return field if parameter == "a" else f"{parameter}.{field}"
+    """The name of a kernel's argument: c1 for the pointer c1_ptr, a.x for the field x of the record `a`."""
+    return f"{parameter}.{field}" if field else parameter.removesuffix("_ptr")
 
 
 def _places(kernel: Any, records: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -130,7 +128,7 @@ def launch(
 
     operands: by the kernel's parameters, a pointer's without its `_ptr`: arrays, integers, which are passed by value,
       and records (NamedTuples) of arrays. What is None is None for the kernel, too.
-    results: likewise, of shapes. A record may be given for both, each with its part of the fields.
+    results: likewise, of shapes. In the kernel's order they are behind all operands, as XLA hands them over.
     compute: the dtype of the arithmetic. constants: the kernel's other constexprs, dtypes among them as NumPy's.
     in_place: which operand's memory a result may take, if nobody else needs it: every program must have read what it
       overwrites.
@@ -145,7 +143,8 @@ def launch(
     assert not unknown, f"{kernel.__name__} has no arguments {sorted(unknown)}"
     arrays: dict[str, Any] = {n: read[n] for n in names if read.get(n) is not None and n not in scalars}
     written = {name: a for name in names if (a := wanted.get(name)) is not None}
-    assert arrays.keys().isdisjoint(written), f"{kernel.__name__} reads and writes an argument"
+    order = [name in written for name in names if name in arrays or name in written]
+    assert order == sorted(order), f"{kernel.__name__} has results in front of operands"
     in_place = dict(in_place or {})
     for operand, result in in_place.items():
         before, after = ((a.shape, a.dtype) for a in (arrays[operand], written[result]))

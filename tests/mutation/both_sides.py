@@ -1,11 +1,13 @@
 """Ways to break norms behind and on both sides of a sum."""
 
 from targets import (
+    ACCESS,
     ACCURACY,
     ALONE,
     ARRAY_TABLE,
     ARRAYS,
     BACKWARD,
+    COPY,
     FORWARD,
     FROZEN,
     JUNCTION_RULES,
@@ -18,6 +20,7 @@ from targets import (
     XLA_GRADIENTS,
     XLA_NORM,
     Mutant,
+    first_part_of,
 )
 
 FAMILY = f"{ACCURACY}test_family"
@@ -35,8 +38,7 @@ NORMS = [
         "y = y + (widen(added, COMPUTE) if added.dtype == tl.bfloat16 else added)", "pass", BEHIND,
     ),
     Mutant(
-        "the first example's residual behind a norm for all", FORWARD,
-        """rows_at(added_ptr, "added", group,""", """rows_at(added_ptr, "added", group * 0,""",
+        "the first example's residual behind a norm for all", ACCESS, COPY, first_part_of("added"),
         (f"{MATRIX}reverse_mode[rms_norm_add-s-triton-vmap(grad), over all]",),
     ),
     Mutant(
@@ -56,13 +58,13 @@ NORMS = [
         "the branch not normalised", FORWARD, "u = x * x_rstd[:, None]", "u = x", KERNEL,
     ),
     Mutant(
-        "the unrounded sum normalised", FORWARD, "return total.to(TOTAL), x_rstd", "return total, x_rstd",
+        "the unrounded sum normalised", FORWARD, "return total.to(TOTAL).to(COMPUTE), x_rstd", "return total, x_rstd",
         ("tests/operators/test_rounded_sum.py::test_so_it_is_between_norms_on_both_sides[triton-whole]",),
     ),
     Mutant("x's mean square over the tile's columns", TERMS, "axis=1) * (1.0 / H) + EPS", "axis=1) * 0.01 + EPS",
         (f"{FAMILY}[triton-5-4096-rms_norm_add_rms_norm-float32]",),
     ),
-    Mutant("dtotal left out", BACKWARD, "dx += tl.load(dtotal_ptr", "tl.load(dtotal_ptr", KERNEL),
+    Mutant("dtotal left out", BACKWARD, "dx += tl.load(a.dtotal", "tl.load(a.dtotal", KERNEL),
     Mutant("dx without its second term", BACKWARD, "u * -(c * x_rstd)[:, None])  # (36)", "u * 0.0)  # (36)", KERNEL),
     Mutant(
         "d without its second term", ROW_TERMS, "d = x_hat * -(c2 * rstd)[:, None]", "d = x_hat * 0.0", KERNEL,
@@ -79,19 +81,15 @@ NORMS = [
         KERNEL,
     ),
     Mutant(
-        "dx without x's scale", BACKWARD, "dx *= load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)",
+        "dx without x's scale", BACKWARD, "dx *= load_scale(a.x_scale, column, exists, NORM, BLOCK_H, COMPUTE)",
         "dx *= tl.full([BLOCK_H], 1.0, COMPUTE)", KERNEL,
     ),
     Mutant(
         "the scales' shares exchanged", NORM_LAUNCH,
-        'return {name: totals[f"d{name}"] for name in sums}',
-        'return {name: totals[f"d{other}"] for name, other in zip(sums, sums[::-1], strict=True)}',
-        KERNEL,
+        """SUMS=sums,\n    )["d"]""", """SUMS=sums[::-1],\n    )["d"]""", KERNEL,
     ),
     Mutant(
-        "the first example's scale of x for all", BACKWARD,
-        'x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, SHARED, HEADS)',
-        'x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group * 0, H, SHARED, HEADS)',
+        "the first example's scale of x for all", ACCESS, COPY, first_part_of("x_scale"),
         (f"{MATRIX}reverse_mode[rms_norm_add_rms_norm-xs-triton-vmap(grad), over all]",),
     ),
     Mutant(
@@ -125,7 +123,7 @@ NORMS = [
     ),
     # A gate between both
     Mutant("x's scale left out of the gate's gradient", BACKWARD,
-        "branch = u * load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]", "branch = u",
+        "branch = u * load_scale(a.x_scale, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]", "branch = u",
         GATED_KERNEL,
     ),
     Mutant(
@@ -133,7 +131,7 @@ NORMS = [
     ),
     Mutant(
         "no gate behind a norm of the branch", FORWARD,
-        "apply_gate(branch, gate_ptr, column, exists, COMPUTE) + residual",
+        "apply_gate(branch, a.gate, column, exists, COMPUTE) + residual",
         "apply_gate(branch, None, column, exists, COMPUTE) + residual", GATED_KERNEL,
     ),
     Mutant("no gate behind a norm of the branch, in two calls", XLA_NORM,

@@ -26,8 +26,8 @@ COMPILED = [
     ),
     Mutant(
         "rstd of rows that are not there", BACKWARD,
-        "\n        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)",
-        "\n        rstd = tl.load(rstd_ptr + row)", RAGGED,
+        "\n        rstd = load_vector(a.rstd, row, valid, BLOCK_ROWS, COMPUTE)",
+        "\n        rstd = tl.load(a.rstd + row)", RAGGED,
     ),
     Mutant(
         "c2 of rows that are not there, fused", LINEAR_BACKWARD,
@@ -46,7 +46,7 @@ COMPILED = [
     # What the compiler is told, and the launch.
     Mutant(
         "numbers said to be multiples of 16", LOWERING,
-        """if signature[name].startswith("*"):""", """if signature[name] != "constexpr":""", SEVERAL_TILES,
+        """if of.startswith("*")}""", """if of != "constexpr"}""", SEVERAL_TILES,
     ),
     Mutant(
         "a program too few launched", LOWERING, "(kernel, launch.programs, 1, 1, parameters)",
@@ -54,7 +54,7 @@ COMPILED = [
     ),
     Mutant(
         "arguments not in the kernel's order", LAUNCH,
-        "return {name: arguments[name] for name in self.kernel.arg_names if name in arguments}",
+        "return {name: arguments[name] for name in self.places if name in arguments}",
         "return arguments", RAGGED,
     ),
     Mutant(

@@ -1,6 +1,6 @@
 """Ways to break results in eight bits."""
 
-from targets import FORWARD, NORM_LAUNCH, PARTITIONED, XLA_EIGHT_BITS, Mutant
+from targets import ACCESS, COPY, FORWARD, NORM_LAUNCH, PARTITIONED, XLA_EIGHT_BITS, Mutant, first_part_of
 
 KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
@@ -28,8 +28,8 @@ EIGHT_BITS = [
     Mutant(
         "y times its scale, in the kernel",
         FORWARD,
-        "tl.div_rn(1.0, tl.load(y_scale_ptr))",
-        "tl.load(y_scale_ptr)",
+        "tl.div_rn(1.0, tl.load(a.y_scale))",
+        "tl.load(a.y_scale)",
         every("triton", "one scale"),
     ),
     Mutant(
@@ -81,15 +81,15 @@ EIGHT_BITS = [
     Mutant(
         "values whose blocks' scales nobody reads, by no scale",
         FORWARD,
-        "        if BLOCKS is not None:",
-        "        if block_scale_ptr is not None:",
+        "                if BLOCKS is not None:",
+        "                if r.block_scale is not None:",
         (f"{TESTS}test_a_part_alone",),
     ),
     Mutant(
         "scales of blocks whose values nobody reads",
         FORWARD,
-        "if y_ptr is not None or y_max_ptr is not None or block_scale_ptr is not None:",
-        "if y_ptr is not None or y_max_ptr is not None:",
+        "if r.y is not None or r.y_max is not None or r.block_scale is not None:",
+        "if r.y is not None or r.y_max is not None:",
         (f"{TESTS}test_a_part_alone",),
     ),
     Mutant(
@@ -136,12 +136,12 @@ EIGHT_BITS = [
     ),
     Mutant(
         "block scales of one group",
-        FORWARD,
-        'block_scale_ptr, "block_scale", group, rows',
-        'block_scale_ptr, "block_scale", 0, rows',
+        ACCESS,
+        COPY,
+        first_part_of("block_scale"),
         GROUPS,
     ),
-    Mutant("the largest of the last chunk", FORWARD, "largest = tl.maximum(largest, more)", "largest = more", CHUNKS),
+    Mutant("the largest of the last chunk", FORWARD, "else tl.maximum(largest, of_chunk)", "else of_chunk", CHUNKS),
     Mutant(
         "the largest of what is not there",
         KERNEL,
@@ -182,9 +182,9 @@ EIGHT_BITS = [
     ),
     Mutant(
         "one scale for all examples",
-        "jln/_junction/kernels/forward.py",
-        'columns_at(y_scale_ptr, "y_scale", group, 1,',
-        'columns_at(y_scale_ptr, "y_scale", 0, 1,',
+        ACCESS,
+        COPY,
+        first_part_of("y_scale"),
         (f"{TESTS}test_vmap[one scale-triton-axes0]",),
     ),
     Mutant(

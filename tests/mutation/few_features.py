@@ -50,7 +50,7 @@ FEW_FEATURES = [
     ),
     Mutant(
         "an offset that the fused launch leaves out", LINEAR_LAUNCH,
-        '"offset": operands.offset if dkernel else None', '"offset": None', VALUES,
+        "offset=operands.offset if dkernel else None", "offset=None", VALUES,
     ),
     Mutant(
         "the total's cotangent forgotten", LINEAR_LAUNCH,

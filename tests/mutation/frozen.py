@@ -17,9 +17,8 @@ FROZEN_ARGUMENTS = [
     Mutant(
         "dx of a frozen x written",
         NORM_LAUNCH,
-        "by_program = results if shares is None",
-        "results = results._replace(x=results.x or g.results(Arrays(x=total.dtype.name)).x)\n    by_program = "
-        "results if shares is None",
+        "by_programs = results if",
+        "results = results._replace(x=results.x or g.results(Arrays(x=total)).x)\n    by_programs = results if",
         (f"{FROZEN}test_launches[norm-scale-asked for]",),
     ),
     Mutant(

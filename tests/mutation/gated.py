@@ -4,8 +4,8 @@ from targets import (
     ACCESS,
     ARRAYS,
     BACKWARD,
+    COPY,
     EXECUTED,
-    FORWARD,
     GATED,
     GEOMETRY,
     JUNCTION,
@@ -17,6 +17,7 @@ from targets import (
     XLA_GRADIENTS,
     XLA_NORM,
     Mutant,
+    first_part_of,
 )
 
 VALUES = f"{GATED}test_values_and_every_gradient"
@@ -47,7 +48,7 @@ GATED_NORMS = [
     Mutant(
         "the gate left out of what is normalised",
         TERMS,
-        "u, _ = load_silu(x_z_ptr, at, mask, COMPUTE)\n        x *= u",
+        "u, _ = load_silu(a.x_z + base, at, mask, COMPUTE)\n        x *= u",
         "pass",
         LAST["triton"],
     ),
@@ -88,23 +89,23 @@ GATED_NORMS = [
     ),
     Mutant(
         "z left out of the row sums",
-        BACKWARD,
-        "x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE\n        )\n        c1 +=",
-        "None, None, base, at, mask, exists, mean, rstd, scale, COMPUTE\n        )\n        c1 +=",
+        NORM_LAUNCH,
+        """ready.only(("dy", "total", "x_z", "z", "scale",""",
+        """ready.only(("dy", "total", "scale",""",
         IN_CHUNKS,
     ),
     Mutant(
         "another group's z",
-        FORWARD,
-        'rows_at(x_z_ptr, "x_z", group, rows, H, SHARED, HEADS, base)',
-        'rows_at(x_z_ptr, "x_z", group * 0, rows, H, SHARED, HEADS, base)',
+        ACCESS,
+        COPY,
+        first_part_of("x_z"),
         HEADS,
     ),
     Mutant(
         "a frozen x's dx written beside dz",
         NORM_LAUNCH,
-        "    plan_of = functools",
-        "    results = g.results(dtypes._replace(x=dtypes.x or dtypes.z))\n    plan_of = functools",
+        "plan.tile, g.results(dtypes)",
+        "plan.tile, g.results(dtypes._replace(x=dtypes.x or dtypes.z))",
         (f"{GATED}test_one_kernel_each_way_and_a_reduction[the norm first-('z',)-[('backward_kernel', 'dz')]]",),
     ),
     Mutant(

@@ -1,8 +1,9 @@
 """Ways to break x_bias, gates and parameters of each example, and residuals of modules."""
 
 from targets import (
+    ACCESS,
     BACKWARD,
-    FORWARD,
+    COPY,
     JUNCTION,
     JUNCTION_RULES,
     NORM_ARGUMENTS,
@@ -12,6 +13,7 @@ from targets import (
     XLA_GRADIENTS,
     XLA_NORM,
     Mutant,
+    first_part_of,
 )
 
 VALUES = f"{JUNCTION}test_values_and_every_gradient"
@@ -22,16 +24,16 @@ OF_H, OF_EXAMPLES = (
 )
 CALLS, MODULES = "jln/_modules.py", "tests/modules/test_sums.py::test_"
 SEVERAL_PROGRAMS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-(150, 127)-float32]",)
-GATED = "dx = apply_gate(dx, gate_ptr, column, exists, COMPUTE)"
+GATED = "dx = apply_gate(dx, a.gate, column, exists, COMPUTE)"
 
 SUMS = [
     Mutant(
         "x_bias left out of the sum", TERMS,
-        "x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]", "pass", OF_H["triton"],
+        "x += tl.load(a.x_bias + column, mask=exists, other=0.0).to(COMPUTE)[None, :]", "pass", OF_H["triton"],
     ),
     Mutant(
-        "x_bias left out of a gate's gradient", BACKWARD, "branch = load_branch(x_ptr + base, x_bias_ptr, at",
-        "branch = load_branch(x_ptr + base, None, at", OF_H["triton"],
+        "x_bias left out of a gate's gradient", BACKWARD, "branch = load_branch(a, base, at,",
+        "branch = load_branch(a._replace(x_bias=None), base, at,", OF_H["triton"],
     ),
     Mutant("a gate left out of dx", BACKWARD, GATED, "pass", OF_H["triton"]),
     Mutant(
@@ -41,14 +43,14 @@ SUMS = [
     ),
     Mutant(
         "dx_bias before the gate", BACKWARD,
-        f"            {GATED}\n            if contains(SUMS, \"dx_bias\"):\n                dx_bias += dx  # (26)\n",
-        f"            if contains(SUMS, \"dx_bias\"):\n                dx_bias += dx  # (26)\n            {GATED}\n",
+        f"            {GATED}\n            if contains(SUMS, \"x_bias\"):\n                dx_bias += dx  # (26)\n",
+        f"            if contains(SUMS, \"x_bias\"):\n                dx_bias += dx  # (26)\n            {GATED}\n",
         OF_H["triton"],
     ),
     Mutant(
         "dresidual of the gated cotangent", BACKWARD,
-        "dresidual_ptr + base + at, dx.to(",
-        f"dresidual_ptr + base + at, {GATED.removeprefix('dx = ')}.to(",
+        "d.residual + base + at, dx.to(",
+        f"d.residual + base + at, {GATED.removeprefix('dx = ')}.to(",
         OF_H["triton"],
     ),
     Mutant(
@@ -61,9 +63,7 @@ SUMS = [
         "shares_ptr += (which * groups + group)", "shares_ptr += group", SEVERAL_PROGRAMS,
     ),
     Mutant(
-        "the first example's gate for all", FORWARD,
-        'gate_ptr = columns_at(gate_ptr, "gate", group, H, SHARED, HEADS)',
-        'gate_ptr = columns_at(gate_ptr, "gate", group * 0, H, SHARED, HEADS)',
+        "the first example's gate for all", ACCESS, COPY, first_part_of("gate"),
         OF_EXAMPLES["triton"],
     ),
     Mutant(

@@ -8,6 +8,7 @@ from targets import (
     CHUNKS,
     CHUNKS_ADD,
     COMPOSED,
+    COPY,
     FORWARD,
     FROZEN,
     FUSED_KERNELS,
@@ -23,6 +24,8 @@ from targets import (
     TRANSFORMED,
     WHOLE,
     Mutant,
+    first_part_of,
+    shared_as_dy,
 )
 
 COMPILED = "tests/triton/test_compiler.py::"
@@ -101,19 +104,14 @@ KERNELS = [
     ),
     Mutant(
         "the sum of whole rows not returned", FORWARD,
-        "of_blocks_ptr, of_total_ptr, at, mask, first_scale, 0,",
-        "of_blocks_ptr, None, at, mask, first_scale, 0,",
-        WHOLE,
+        "if r.total is not None:", "if r.total is not None and BLOCK_H < H:", WHOLE,
     ),
     Mutant(
         "the sum of chunks not returned", FORWARD,
-        "of_total_ptr, at, mask, first_scale, first,", "None, at, mask, first_scale, first,",
-        CHUNKS_ADD,
+        "if r.total is not None:", "if r.total is not None and BLOCK_H >= H:", CHUNKS_ADD,
     ),
     Mutant(
-        "all groups' means in the first one's place", FORWARD,
-        """mean_ptr = rows_at(mean_ptr, "mean", group, rows, 1, SHARED, HEADS)\n    x_rstd_ptr""", "x_rstd_ptr",
-        GROUPS,
+        "all groups' means in the first one's place", ACCESS, COPY, first_part_of("mean"), GROUPS,
     ),
     Mutant(
         "a program's first tile alone", FORWARD, "BLOCK_ROWS) if PERSISTENT else program + 1", "1) * 0 + program + 1",
@@ -132,12 +130,11 @@ KERNELS = [
     Mutant("c1 of chunks dropped", BACKWARD, "c1 += scaled\n", "c1 += scaled * 0.0\n", CHUNKS),
     Mutant(
         "c2 of chunks over a chunk's width", BACKWARD,
-        "tl.sum(c2, axis=1) * (1.0 / H)  # (8)", "tl.sum(c2, axis=1) * (1.0 / BLOCK_H)", CHUNKS,
+        "tl.sum(c2, axis=1) * (1.0 / H)", "tl.sum(c2, axis=1) * (1.0 / BLOCK_H)", CHUNKS,
     ),
     Mutant(
         "all groups' row sums in the first one's place", BACKWARD,
-        """c2_ptr = rows_at(c2_ptr, "c2", group, rows, 1, SHARED, HEADS)\n    tl.store""", "tl.store",
-        GROUPS,
+        "tl.store(c2_ptr + first_row + row", "tl.store(c2_ptr + row", GROUPS,
     ),
     Mutant(
         "c2 dropped", ROW_TERMS, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1",
@@ -151,7 +148,7 @@ KERNELS = [
     ),
     Mutant(
         "what two roundings leave of a row of one element, fused", LINEAR_BACKWARD,
-        "if H == 1 and mean_ptr is not None:", "if False:",
+        "if H == 1 and a.mean is not None:", "if False:",
         (f"{ABUSE}test_rows_of_one_element[triton-layer_norm_linear-bfloat16]",),
     ),
     Mutant(
@@ -162,8 +159,7 @@ KERNELS = [
     Mutant("dx without rstd", ROW_TERMS, "return tl.fma(scaled, rstd[:, None], d)", "return d + scaled", WHOLE),
     Mutant(
         "the sum's cotangent with the wrong sign", BACKWARD,
-        "dx += tl.load(dtotal_ptr",
-        "dx -= tl.load(dtotal_ptr", WHOLE,
+        "dx += tl.load(a.dtotal", "dx -= tl.load(a.dtotal", WHOLE,
     ),
     Mutant(
         "dscale of the scaled cotangent", BACKWARD,
@@ -189,10 +185,10 @@ KERNELS = [
     ),
     Mutant(
         "y of backward without the offset", BACKWARD,
-        "y = affine(x_hat, scale, offset)", "y = affine(x_hat, scale, None)", COMPOSED,
+        "affine(x_hat, scale, load_offset(a.offset, column, exists, COMPUTE))", "affine(x_hat, scale, None)", COMPOSED,
     ),
     Mutant(
-        "dtotal shared where dy is", BACKWARD, """rows_at(dtotal_ptr, "dtotal",""", """rows_at(dtotal_ptr, "dy",""",
+        "dtotal shared where dy is", ACCESS, COPY, shared_as_dy("dtotal"),
         (f"{TRANSFORMED}test_vmap_over_cotangents[triton-dtotal-9]",),
     ),
     Mutant("what is shared taken for what is not", ACCESS, "and name in names", "and name not in names", GROUPS),
@@ -240,7 +236,7 @@ KERNELS = [
     ),
     Mutant(
         "y without the bias, fused", LINEAR,
-        "constant = load_vector(bias_ptr", "constant = 0.0 * load_vector(bias_ptr", FUSED_KERNELS,
+        "constant = load_vector(a.bias", "constant = 0.0 * load_vector(a.bias", FUSED_KERNELS,
     ),
     Mutant(
         "a first chunk's squared mean times nought, fused", LINEAR,

@@ -1,8 +1,10 @@
 """Ways to break several Linears behind one norm, and the residual in front."""
 
 from targets import (
+    ACCESS,
     ARRAYS,
     BACKWARD,
+    COPY,
     FUSED,
     FUSED_SUM,
     IN_ONE_ON_A_MESH,
@@ -19,6 +21,7 @@ from targets import (
     XLA_LINEAR,
     XLA_LINEARS,
     Mutant,
+    shared_as_dy,
 )
 from targets import LINEARS as ACCURACY_OF_LINEARS
 
@@ -83,12 +86,12 @@ LINEARS = [
     ),
     Mutant(
         "a gate left out of a total made again", BACKWARD,
-        "x_z_ptr, residual_ptr + base, x_bias_ptr, gate_ptr,", "x_z_ptr, residual_ptr + base, x_bias_ptr, None,",
+        "x = load_total(a, base,", "x = load_total(a._replace(gate=None), base,",
         GATED_AGAIN,
     ),
     Mutant(
         "a row's statistics of a part of it", NORM_LAUNCH,
-        "if norm.remat and plan.tile.columns < g.h:", "if False:",
+        "if norm.remat and plan is not None and plan.sums is not None:", "if False:",
         (f"{AGAIN}[triton-add_rms_norm_linear, x_bias and gate-(2, 20000)-300-float32]",),
     ),
     Mutant(
@@ -106,21 +109,21 @@ LINEARS = [
     ),
     Mutant(
         "the sum not returned, fused", LINEAR,
-        "tl.store(total_ptr + base + start[:, None] + column[None, :], total, mask=mask)", "pass", FUSED_SUM,
+        "tl.store(r.total + base + start[:, None] + column[None, :], total, mask=mask)", "pass", FUSED_SUM,
     ),
     Mutant(
         "the residual of the first columns, fused", LINEAR,
-        "load_matrix(residual_ptr + base, start, valid, first,", "load_matrix(residual_ptr + base, start, valid, 0,",
+        "load_matrix(a.residual + base, start, valid, first,", "load_matrix(a.residual + base, start, valid, 0,",
         FUSED_SUM,
     ),
     Mutant(
         "the sum's cotangent not added, fused", LINEAR_BACKWARD,
-        "dx += load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)", "pass", FUSED_SUM,
+        "dx += load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)", "pass", FUSED_SUM,
     ),
     Mutant(
         "the sum's cotangent times rstd, fused", LINEAR_BACKWARD,
-        "dx += load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
-        "dx += rstd[:, None] * load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
+        "dx += load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
+        "dx += rstd[:, None] * load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
         FUSED_SUM,
     ),
     Mutant(
@@ -133,14 +136,14 @@ LINEARS = [
         "lambda sum, dz: dz + sum", "lambda sum, dz: sum", (f"{ADDED_UP}[xla-four]",),
     ),
     Mutant(
-        "dz of the second product left out of a kernel", BACKWARD, "dy += tl.load(dy2_ptr", "tl.load(dy2_ptr", OF_THREE,
+        "dz of the second product left out of a kernel", BACKWARD, "dy += tl.load(a.dy2", "tl.load(a.dy2", OF_THREE,
     ),
     Mutant(
-        "dz of the third product left out of a kernel", BACKWARD, "dy += tl.load(dy3_ptr", "tl.load(dy3_ptr", OF_THREE,
+        "dz of the third product left out of a kernel", BACKWARD, "dy += tl.load(a.dy3", "tl.load(a.dy3", OF_THREE,
     ),
     Mutant(
-        "dz of the third product shared where the first is", BACKWARD,
-        """rows_at(dy3_ptr, "dy3",""", """rows_at(dy3_ptr, "dy",""",
+        "dz of the third product shared where the first is", ACCESS,
+        COPY, shared_as_dy("dy3"),
         (f"{SEVERAL}test_transformations[triton-rms_norm_linear-features1-float64-vmap of one cotangent]",),
     ),
     Mutant(
@@ -149,7 +152,7 @@ LINEARS = [
     ),
     Mutant(
         "row sums of the first product alone", NORM_LAUNCH,
-        "if operands.dy2 is not None and plan.tile.columns < g.h:", "if False:",
+        "if operands.dy2 is not None and plan.sums is not None:", "if False:",
         (f"{ADDED_UP}[triton-a wide row]",),
     ),
     Mutant(

@@ -16,6 +16,19 @@ class Mutant(NamedTuple):
 
 
 ACCESS = "jln/_junction/kernels/addresses.py"
+COPY = "group = copy_of(group, SHARED, item(NAMES, FIELD), HEADS)"  # where `place` finds a group's part of an array
+
+
+def first_part_of(name: str) -> str:
+    """COPY with the first group's part of one array for all groups."""
+    return f'{COPY}\n    group *= item(NAMES, FIELD) != "{name}"'
+
+
+def shared_as_dy(name: str) -> str:
+    """COPY with one array taken for shared where dy is."""
+    return COPY.replace("item(NAMES, FIELD)", f'"dy" if item(NAMES, FIELD) == "{name}" else item(NAMES, FIELD)')
+
+
 TERMS = "jln/_junction/kernels/terms.py"
 FORWARD = "jln/_junction/kernels/forward.py"
 BACKWARD = "jln/_junction/kernels/backward.py"

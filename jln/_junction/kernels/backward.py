@@ -1,7 +1,7 @@
 """The norms' backward kernels: row sums of wide rows, all gradients, and the sum of what programs share of them.
 
-Records and rows are as in `jln._junction.kernels.forward`. `d` is the table's record, too: the gradient of `a.x` is
-`d.x`. The numbers in brackets are the equations of `jln._junction.formulas`.
+Records and rows are as in `jln._junction.kernels.forward`. `d` is the record of gradients: that of `a.x` is `d.x`.
+The numbers in brackets are the equations of `jln._junction.formulas`.
 """
 
 import triton
@@ -80,12 +80,12 @@ def row_sums_kernel(
 
 @triton.jit
 def _add_norm_terms(
-    a, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS: tl.constexpr, COMPUTE: tl.constexpr
+    a, d, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """The norm's own sums over rows, and its output once more."""
-    if a.y is not None:
+    if d.y is not None:
         y = affine(x_hat, scale, load_offset(a.offset, column, exists, COMPUTE))  # (4)
-        tl.store(a.y + base + at, y.to(a.y.dtype.element_ty), mask=mask)
+        tl.store(d.y + base + at, y.to(d.y.dtype.element_ty), mask=mask)
     if contains(SUMS, "scale"):
         dscale = tl.fma(dy, x_hat, dscale)  # (6)
     if contains(SUMS, "offset"):
@@ -95,12 +95,12 @@ def _add_norm_terms(
 
 @triton.jit
 def backward_kernel(
-    a: Arrays,  # the operands, what is kept, cotangents, and the result y
+    a: Arrays,  # the operands, what was kept of the forward pass, and cotangents
     c1_ptr,  # [G, rows]
     c2_ptr,  # [G, rows]
     rows,
     groups,
-    d: Arrays,  # the gradients; those that are SUMS are of a group's only program
+    d: Arrays,  # the gradients, and y once more; those that are SUMS are of a group's only program
     shares_ptr,  # [SUMS, G, programs, H]; the SUMS, where there are several
     H: tl.constexpr,
     HEADS: tl.constexpr,
@@ -186,7 +186,7 @@ def backward_kernel(
             tl.store(d.z + base + at, dz.to(d.z.dtype.element_ty), mask=mask)
         if a.x_rstd is not None:  # dy and x_hat, held through the norm of x, would spill
             dscale, doffset = _add_norm_terms(
-                a, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS, COMPUTE
+                a, d, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS, COMPUTE
             )
 
         # The cotangent of total, and through the gate that of x.
@@ -231,7 +231,7 @@ def backward_kernel(
 
         if a.x_rstd is None:
             dscale, doffset = _add_norm_terms(
-                a, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS, COMPUTE
+                a, d, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS, COMPUTE
             )
 
     # The program's shares, or where it is the only one of its group, the sums.

@@ -15,7 +15,7 @@ def bits_of(y, mask):
 
 @triton.jit
 def by_block_scales(
-    a, y, mask, base, start, first, valid,
+    r, y, mask, base, start, first, valid,
     H: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Divide the columns from `first` on by the scale of each 32 of a row, and store the scales if they are wanted.
@@ -27,10 +27,10 @@ def by_block_scales(
     bits = tl.max(tl.reshape(bits_of(y, mask), (BLOCK_ROWS, blocks, 32)), axis=2)
     biased = tl.maximum(((bits + 0x1FFFFF) >> 23) - EXPONENT, 0)  # (52): 7/4 carries
     biased = tl.where(bits >= 0x7F800000, 255, biased)  # as biased exponents
-    if a.block_scale is not None:
+    if r.block_scale is not None:
         block = first // 32 + tl.arange(0, blocks)
         exists = valid[:, None] & (block < H // 32)[None, :]
-        tl.store(a.block_scale + base + (start[:, None] + block[None, :]), biased.to(tl.uint8), mask=exists)
+        tl.store(r.block_scale + base + (start[:, None] + block[None, :]), biased.to(tl.uint8), mask=exists)
     inverse = ((254 - biased) << 23).to(tl.float32, bitcast=True)
     y = tl.reshape(y, (BLOCK_ROWS, blocks, 32)) * inverse[:, :, None]  # (53)
     return tl.reshape(y, (BLOCK_ROWS, BLOCK_H))

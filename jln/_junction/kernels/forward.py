@@ -1,9 +1,11 @@
 """The norms' forward kernel, with or without a sum, gates, silu and a norm of x before it is added, by constexprs.
 
-A kernel's `a` is the table's record (`jln._junction.arrays`) of pointers. An operand that is absent, and a result that
-nobody wants, is None there. Rows are `[G, rows, H]`: G counts the groups that vmap put in front, and the examples that
-have parameters of their own. HEADS next to H, with parameters of their own, are groups whose rows take turns; else it
-is 1. SHARED names the operands that have one copy for all groups, and is None where there is only one group.
+A kernel's `a` is the table's record (`jln._junction.arrays`) of pointers to what it reads, `r` that of what it writes.
+An operand that is absent, and a result that nobody wants, is None.
+
+Rows are `[G, rows, H]`: G counts the groups that vmap put in front, and the examples that have parameters of their own.
+HEADS next to H, with parameters of their own, are groups whose rows take turns; else it is 1. SHARED names the operands
+that have one copy for all groups, and is None where there is only one group.
 
 The numbers in brackets are the equations of `jln._junction.formulas`.
 """
@@ -77,9 +79,10 @@ def _statistics_of_chunks(
 
 @triton.jit
 def forward_kernel(
-    a: Arrays,  # the operands, and the results y, y_max, block_scale, total, mean, rstd and x_rstd
+    a: Arrays,  # the operands
     rows,
     groups,
+    r: Arrays,  # the results: y, y_max, block_scale, total, mean, rstd and x_rstd
     H: tl.constexpr,
     HEADS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -109,6 +112,9 @@ def forward_kernel(
     for i in tl.static_range(FIELDS):
         if a[i] is not None:
             a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
+    for i in tl.static_range(FIELDS):
+        if r[i] is not None:
+            r = Arrays(*r[:i], place(r[i], i, group, rows, H, SHARED, HEADS), *r[i + 1 :])
     if PERSISTENT:
         column, exists = columns_from(0, H, VECTOR, BLOCK_H)
         scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
@@ -145,27 +151,27 @@ def forward_kernel(
             if not PERSISTENT:
                 scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
                 offset = load_offset(a.offset, column, exists, COMPUTE)
-            if a.total is not None:
-                tl.store(a.total + base + at, x.to(a.total.dtype.element_ty), mask=mask)
-            if a.y is not None or a.y_max is not None or a.block_scale is not None:
+            if r.total is not None:
+                tl.store(r.total + base + at, x.to(r.total.dtype.element_ty), mask=mask)
+            if r.y is not None or r.y_max is not None or r.block_scale is not None:
                 x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
                 y = normed(a, x_hat, scale, offset, base, at, mask, COMPUTE)  # (4)
-                if a.y_max is not None:
+                if r.y_max is not None:
                     of_chunk = tl.max(bits_of(y, mask), axis=1)  # (51)
                     largest = of_chunk if BLOCK_H >= H else tl.maximum(largest, of_chunk)
                 if BLOCKS is not None:
                     _, first_block, block, _ = rows_of(tile, rows, H // 32, BLOCK_ROWS, HEADS)
-                    y = by_block_scales(a, y, mask, first_block, block, first, valid, H, BLOCKS, BLOCK_ROWS, BLOCK_H)
-                if a.y is not None:
+                    y = by_block_scales(r, y, mask, first_block, block, first, valid, H, BLOCKS, BLOCK_ROWS, BLOCK_H)
+                if r.y is not None:
                     if a.y_scale is not None:
                         y *= tl.div_rn(1.0, tl.load(a.y_scale))  # (50)
-                    tl.store(a.y + base + at, rounded(y, a.y.dtype.element_ty), mask=mask)
+                    tl.store(r.y + base + at, rounded(y, r.y.dtype.element_ty), mask=mask)
 
-        if a.y_max is not None:
-            tl.store(a.y_max + row, largest.to(tl.float32, bitcast=True), mask=valid)
-        if a.rstd is not None:
-            tl.store(a.rstd + row, rstd, mask=valid)
-        if a.mean is not None:
-            tl.store(a.mean + row, mean, mask=valid)
-        if a.x_rstd is not None:
-            tl.store(a.x_rstd + row, x_rstd.to(a.x_rstd.dtype.element_ty), mask=valid)
+        if r.y_max is not None:
+            tl.store(r.y_max + row, largest.to(tl.float32, bitcast=True), mask=valid)
+        if r.rstd is not None:
+            tl.store(r.rstd + row, rstd, mask=valid)
+        if r.mean is not None:
+            tl.store(r.mean + row, mean, mask=valid)
+        if r.x_rstd is not None:
+            tl.store(r.x_rstd + row, x_rstd.to(r.x_rstd.dtype.element_ty), mask=valid)

@@ -19,8 +19,9 @@ from jln._junction.kernels.terms import load_matrix, load_scale, load_vector
 
 @triton.jit
 def forward_kernel(
-    a: Arrays,  # x, residual, scale, offset, kernel and bias; and the results y, total, mean and rstd
+    a: Arrays,  # x, residual, scale, offset, kernel and bias
     rows,
+    r: Arrays,  # y, total, mean and rstd
     H: tl.constexpr,
     N: tl.constexpr,
     NORM: tl.constexpr,
@@ -67,9 +68,9 @@ def forward_kernel(
         if a.residual is not None:
             x += load_matrix(a.residual + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
             total = x.to(TOTAL)  # (23)
-            if a.total is not None:
+            if r.total is not None:
                 mask = valid[:, None] & exists[None, :]
-                tl.store(a.total + base + start[:, None] + column[None, :], total, mask=mask)
+                tl.store(r.total + base + start[:, None] + column[None, :], total, mask=mask)
             x = total.to(COMPUTE)
         kernel = load_matrix(a.kernel, column * N, exists, 0, N, BLOCK_N)
         scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)
@@ -89,7 +90,7 @@ def forward_kernel(
         unit = tl.rsqrt(tl.clamp(squares / seen + EPSILON, 1e-30, 1e30))
         product *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (10), of the columns so far
-        operand: tl.constexpr = a.y.dtype.element_ty
+        operand: tl.constexpr = r.y.dtype.element_ty
         kernel = kernel.to(operand)
         if BY_REGISTERS:
             kernel += 0.0
@@ -99,8 +100,8 @@ def forward_kernel(
     y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])  # (11)
     _, base, start, _ = rows_of(tl.program_id(0), rows, N, BLOCK_ROWS)
     mask = valid[:, None] & (feature < N)[None, :]
-    tl.store(a.y + base + start[:, None] + feature[None, :], y.to(a.y.dtype.element_ty), mask=mask)
-    if a.rstd is not None:
-        tl.store(a.rstd + row, rstd, mask=valid)
-    if a.mean is not None:
-        tl.store(a.mean + row, mean, mask=valid)
+    tl.store(r.y + base + start[:, None] + feature[None, :], y.to(r.y.dtype.element_ty), mask=mask)
+    if r.rstd is not None:
+        tl.store(r.rstd + row, rstd, mask=valid)
+    if r.mean is not None:
+        tl.store(r.mean + row, mean, mask=valid)

@@ -89,7 +89,7 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
         with_linear.forward_kernel,
         {"a": operands._replace(kernel=kernel, bias=bias), "rows": rows},
         {
-            "a": Arrays(
+            "r": Arrays(
                 y=like_x(dtype, n),
                 total=like_x(dtypes.total, h),
                 mean=like_x(dtypes.mean, 1),
@@ -102,7 +102,7 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
         EPSILON=junction.norm.epsilon,
         TOTAL=jnp.dtype(total_dtype(operands)),
         **_constants(junction.norm, h, n),
-    )["a"]
+    )["r"]
     return made._replace(y=(made.y.reshape(*lead, *kernel.shape[1:]),))
 
 
