@@ -65,4 +65,4 @@ def test_what_is_narrow_is_seen():
     case = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
     found = traffic.of(execute(case).program, case.large)[0]
     assert found.wide == 0 and found.narrow
-    assert all(width == 2 and "x_ptr" in line for line, width in found.narrow)
+    assert all(width == 2 and "a.x " in line for line, width in found.narrow)

@@ -106,7 +106,7 @@ GATED_NORMS = [
         NORM_LAUNCH,
         "plan.tile, g.results(dtypes)",
         "plan.tile, g.results(dtypes._replace(x=dtypes.x or dtypes.z))",
-        (f"{GATED}test_one_kernel_each_way_and_a_reduction[the norm first-('z',)-[('backward_kernel', 'dz')]]",),
+        (f"{GATED}test_one_kernel_each_way_and_a_reduction[the norm first-('z',)-[('backward_kernel', 'd.z')]]",),
     ),
     Mutant(
         "dz pulled back where the norm goes first",

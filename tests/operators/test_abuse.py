@@ -50,14 +50,14 @@ def gradients(operator, implementation):
 
 # The kernels by file and name, each with the results that it writes in these tests.
 OUTPUTS = {
-    "forward.forward_kernel": ("y", "total", "mean", "rstd"),
+    "forward.forward_kernel": ("r.y", "r.total", "r.mean", "r.rstd"),
     "backward.row_sums_kernel": ("c1", "c2"),
-    "backward.backward_kernel": ("dx", "dscale", "doffset", "shares", "y", "dresidual"),
-    "backward.reduce_kernel": ("dscale", "doffset", "dx_bias", "dgate"),
-    "with_linear.forward_kernel": ("y", "mean", "rstd"),
+    "backward.backward_kernel": ("d.x", "d.scale", "d.offset", "shares", "d.y", "d.residual"),
+    "backward.reduce_kernel": ("d.scale", "d.offset", "d.x_bias", "d.gate"),
+    "with_linear.forward_kernel": ("r.y", "r.mean", "r.rstd"),
     "with_linear_backward.row_sums_kernel": ("c1", "c2", "dbias"),
     "with_linear_backward.backward_kernel": ("dx", "g", "dscale"),
-    "with_linear_backward.parameters_kernel": ("dkernel", "dscale", "doffset", "dbias"),
+    "with_linear_backward.parameters_kernel": ("d.kernel", "d.scale", "d.offset", "d.bias"),
 }
 
 
@@ -79,7 +79,7 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
         launch = dataclasses.replace(launch, in_place={})  # every result has memory, and guards, of its own
         for name, result in launch.results.items():
             short = {name: jax.ShapeDtypeStruct((result.size - 1,), result.dtype)}
-            with pytest.raises(interpreter.OutOfBoundsStore, match=f"after {name}_ptr"):
+            with pytest.raises(interpreter.OutOfBoundsStore, match=f"after {name} "):
                 original(dataclasses.replace(launch, results=launch.results | short), arrays)
             seen.setdefault(key, set()).add(name)
         if launch.programs > launch.scalars.get("groups", 1) == 1:  # of each group as many

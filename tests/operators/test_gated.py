@@ -184,10 +184,10 @@ def test_x_z_and_rstd_are_all_that_is_held(form, some, numbers, forward_mode, im
 
 BACKWARD, REDUCE = "backward_kernel", "reduce_kernel"
 LAUNCHES = [
-    (None, (BACKWARD, "dx", "dz", "shares"), (REDUCE, "dscale")),
-    (("x",), (BACKWARD, "dx")),
-    (("z",), (BACKWARD, "dz")),
-    (("scale",), (BACKWARD, "shares"), (REDUCE, "dscale")),
+    (None, (BACKWARD, "d.x", "d.z", "shares"), (REDUCE, "d.scale")),
+    (("x",), (BACKWARD, "d.x")),
+    (("z",), (BACKWARD, "d.z")),
+    (("scale",), (BACKWARD, "shares"), (REDUCE, "d.scale")),
 ]
 
 
@@ -211,7 +211,7 @@ def test_one_kernel_each_way_and_a_reduction(form, some, expected):
         jax.jit(step).lower(given)
     forward, *backward = [(run.kernel.fn.__name__, *run.results) for run in launches]
     if form == "the gate first":  # in front, as an array of its own
-        expected = [tuple({"dz": "dx_z"}.get(name, name) for name in one) for one in expected]
+        expected = [tuple({"d.z": "d.x_z"}.get(name, name) for name in one) for one in expected]
     assert forward[0] == "forward_kernel" and backward == expected
 
 

@@ -49,11 +49,11 @@ def launched(step, *operands):
 
 BACKWARD, REDUCE = "backward_kernel", "reduce_kernel"
 LAUNCHES = [
-    ("H", None, (BACKWARD, "dx", "dresidual", "shares"), (REDUCE, "dscale", "doffset", "dx_bias", "dgate")),
-    ("no gate", None, (BACKWARD, "dx", "shares"), (REDUCE, "dscale", "doffset", "dx_bias")),
-    ("a number", ("x", "residual"), (BACKWARD, "dx", "dresidual")),
-    ("H", ("residual",), (BACKWARD, "dresidual")),
-    ("H", ("gate",), (BACKWARD, "shares"), (REDUCE, "dgate")),
+    ("H", None, (BACKWARD, "d.x", "d.residual", "shares"), (REDUCE, "d.scale", "d.offset", "d.x_bias", "d.gate")),
+    ("no gate", None, (BACKWARD, "d.x", "shares"), (REDUCE, "d.scale", "d.offset", "d.x_bias")),
+    ("a number", ("x", "residual"), (BACKWARD, "d.x", "d.residual")),
+    ("H", ("residual",), (BACKWARD, "d.residual")),
+    ("H", ("gate",), (BACKWARD, "shares"), (REDUCE, "d.gate")),
 ]
 
 

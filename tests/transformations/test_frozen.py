@@ -94,29 +94,33 @@ def written(step, *operands):
 
 
 # The launches for a loss that is linear in y, so that y is not needed, by the gradients that are wanted.
-FORWARD, BACKWARD = ("forward_kernel", "mean", "rstd"), "backward_kernel"
+FORWARD, BACKWARD = ("forward_kernel", "r.mean", "r.rstd"), "backward_kernel"
 NORM_LAUNCHES = {
-    ("x",): [FORWARD, (BACKWARD, "dx")],
-    ("scale",): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale")],
+    ("x",): [FORWARD, (BACKWARD, "d.x")],
+    ("scale",): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "d.scale")],
     ("offset",): [],
-    ("x", "offset"): [FORWARD, (BACKWARD, "dx", "shares"), ("reduce_kernel", "doffset")],
-    ("scale", "offset"): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale", "doffset")],  # one buffer for both
+    ("x", "offset"): [FORWARD, (BACKWARD, "d.x", "shares"), ("reduce_kernel", "d.offset")],
+    ("scale", "offset"): [
+        FORWARD,
+        (BACKWARD, "shares"),
+        ("reduce_kernel", "d.scale", "d.offset"),
+    ],  # one buffer for both
 }
 SUMS = "row_sums_kernel"
 FUSED_LAUNCHES = {
     ("x",): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "dx")],
-    ("scale",): [FORWARD, (BACKWARD, "dscale"), ("parameters_kernel", "dscale")],
+    ("scale",): [FORWARD, (BACKWARD, "dscale"), ("parameters_kernel", "d.scale")],
     ("offset", "bias"): [],
-    ("kernel",): [FORWARD, (BACKWARD, "g"), ("parameters_kernel", "dkernel")],
-    ("x", "bias"): [FORWARD, (SUMS, "c1", "c2", "dbias"), (BACKWARD, "dx"), ("parameters_kernel", "dbias")],
-    ("x", "scale"): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "dx", "dscale"), ("parameters_kernel", "dscale")],
+    ("kernel",): [FORWARD, (BACKWARD, "g"), ("parameters_kernel", "d.kernel")],
+    ("x", "bias"): [FORWARD, (SUMS, "c1", "c2", "dbias"), (BACKWARD, "dx"), ("parameters_kernel", "d.bias")],
+    ("x", "scale"): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "dx", "dscale"), ("parameters_kernel", "d.scale")],
 }
 COMPOSED_LAUNCHES = {
-    ("x",): [FORWARD, (BACKWARD, "dx")],
+    ("x",): [FORWARD, (BACKWARD, "d.x")],
     ("offset", "bias"): [],
-    ("kernel",): [FORWARD, ("forward_kernel", "y")],
-    ("x", "kernel"): [FORWARD, (BACKWARD, "dx", "y")],
-    ("scale", "kernel"): [FORWARD, (BACKWARD, "shares", "y"), ("reduce_kernel", "dscale")],
+    ("kernel",): [FORWARD, ("forward_kernel", "r.y")],
+    ("x", "kernel"): [FORWARD, (BACKWARD, "d.x", "d.y")],
+    ("scale", "kernel"): [FORWARD, (BACKWARD, "d.y", "shares"), ("reduce_kernel", "d.scale")],
 }
 
 

@@ -7,31 +7,9 @@ turns: [G / HEADS, rows, HEADS, H].
 import triton
 import triton.language as tl
 
-from jln._junction.arrays import TABLE
-
-# The fields of the table's record, of which each kernel's `a` has the pointers, by their numbers.
-NAMES = tl.constexpr(tuple(TABLE))
-SHAPES = tl.constexpr(tuple(array.shape.name for array in TABLE.values()))
-FIELDS = tl.constexpr(len(TABLE))
-
-
-@triton.constexpr_function
-def item(values, i):
-    return values[i]
-
-
-@triton.constexpr_function
-def contains(names, name):
-    return names is not None and name in names
-
-
-@triton.constexpr_function
-def position(names, name):
-    return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
-
 
 @triton.jit
-def numbers(N: tl.constexpr, VECTOR: tl.constexpr):
+def numbers(N, VECTOR):
     """The numbers below N. VECTOR: how many in a row a thread takes at most; None for as many as one load takes.
 
     The compiler gives a thread as many as one load takes of the narrowest array. A load of a wider one is then several,
@@ -45,7 +23,7 @@ def numbers(N: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def rows_of(tile, rows, H: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEADS: tl.constexpr = 1):
+def rows_of(tile, rows, H, BLOCK_ROWS, HEADS: tl.constexpr = 1):
     """The rows of one tile of a group: where they are from its first row, and which of them exist.
 
     Between these two stand the offset of the tile's first element, and those of the rows' first elements from there.
@@ -60,27 +38,27 @@ def rows_of(tile, rows, H: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def tiles_of(rows, BLOCK_ROWS: tl.constexpr):
+def tiles_of(rows, BLOCK_ROWS):
     """The number of tiles of a group: of less than 2**31 programs, be the rows uint32 or int64, as from 2**31 on."""
     return tl.cast((rows - 1) // BLOCK_ROWS + 1, tl.int32)
 
 
 @triton.jit
-def columns_from(first, H: tl.constexpr, VECTOR: tl.constexpr, BLOCK_H: tl.constexpr):
+def columns_from(first, H, VECTOR, BLOCK_H):
     """Column numbers from `first` on, and which of them exist."""
     column = first + numbers(BLOCK_H, VECTOR)
     return column, column < H if H % BLOCK_H else tl.full([BLOCK_H], True, tl.int1)
 
 
 @triton.jit
-def tile_from(first, start, valid, H: tl.constexpr, VECTOR: tl.constexpr, BLOCK_H: tl.constexpr):
+def tile_from(first, start, valid, H, VECTOR, BLOCK_H):
     """Column numbers from `first` on, and which of them exist; offsets and mask of those columns of a tile's rows."""
     column, exists = columns_from(first, H, VECTOR, BLOCK_H)
     return column, exists, start[:, None] + column[None, :], valid[:, None] & exists[None, :]
 
 
 @triton.jit
-def group_of(program, programs, SHARED: tl.constexpr, HEADS: tl.constexpr = 1):
+def group_of(program, programs, SHARED, HEADS: tl.constexpr = 1):
     """A program's group, and its number in that group; neighbours take neighbouring HEADS. SHARED: None for one group.
 
     To divide takes 28 of the 630 instructions of a thread that norms 64 elements, in `forward_kernel`.
@@ -93,34 +71,9 @@ def group_of(program, programs, SHARED: tl.constexpr, HEADS: tl.constexpr = 1):
 
 
 @triton.jit
-def copy_of(group, SHARED: tl.constexpr, NAME: tl.constexpr, HEADS: tl.constexpr):
-    """The group whose copy of an operand to read: a shared one has a copy for each head. A result is never SHARED."""
-    return group % HEADS if contains(SHARED, NAME) else group
-
-
-@triton.jit
-def first_of(group, rows, H: tl.constexpr, HEADS: tl.constexpr = 1):
+def first_of(group, rows, H, HEADS: tl.constexpr = 1):
     """The offset of a group's first row, as a product: the compiler loads as wide as it sees what divides that."""
     if HEADS == 1:
         return group * (tl.cast(rows, tl.int64) * H)
     else:
         return group // HEADS * (tl.cast(rows, tl.int64) * (H * HEADS)) + group % HEADS * H
-
-
-@triton.jit
-def place(
-    array_ptr, FIELD: tl.constexpr, group, rows, H: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr
-):  # fmt: skip
-    """The first element of a group's part of an array, by its shape in the table. FIELD: its number there."""
-    shape: tl.constexpr = item(SHAPES, FIELD)
-    group = copy_of(group, SHARED, item(NAMES, FIELD), HEADS)
-    if shape == "ROW":
-        return array_ptr + first_of(group, rows, H, HEADS)
-    elif shape == "NUMBER":
-        return array_ptr + first_of(group, rows, 1, HEADS)
-    elif shape == "BLOCK":
-        return array_ptr + first_of(group, rows, H // 32, HEADS)
-    elif shape == "COLUMN":
-        return array_ptr + group * H
-    else:
-        return array_ptr + group

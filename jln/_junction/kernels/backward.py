@@ -8,32 +8,10 @@ import triton
 import triton.language as tl
 
 from jln._junction.arrays import Arrays
-from jln._junction.kernels.addresses import (
-    FIELDS,
-    NAMES,
-    SHAPES,
-    columns_from,
-    contains,
-    first_of,
-    group_of,
-    item,
-    place,
-    position,
-    rows_of,
-    tile_from,
-    tiles_of,
-)
-from jln._junction.kernels.row_terms import load_row_terms, pull_back, store_sum
-from jln._junction.kernels.terms import (
-    affine,
-    apply_gate,
-    load_branch,
-    load_offset,
-    load_scale,
-    load_total,
-    load_vector,
-    rstd_of,
-)
+from jln._junction.kernels.addresses import columns_from, first_of, group_of, rows_of, tile_from, tiles_of
+from jln._junction.kernels.records import FIELDS, NAMES, contains, item, place, position
+from jln._junction.kernels.row_terms import add_norm_terms, load_row_terms, pull_back, store_sum
+from jln._junction.kernels.terms import apply_gate, load_branch, load_scale, load_total, load_vector, rstd_of
 
 
 @triton.jit
@@ -79,21 +57,6 @@ def row_sums_kernel(
 
 
 @triton.jit
-def _add_norm_terms(
-    a, d, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS: tl.constexpr, COMPUTE: tl.constexpr
-):  # fmt: skip
-    """The norm's own sums over rows, and its output once more."""
-    if d.y is not None:
-        y = affine(x_hat, scale, load_offset(a.offset, column, exists, COMPUTE))  # (4)
-        tl.store(d.y + base + at, y.to(d.y.dtype.element_ty), mask=mask)
-    if contains(SUMS, "scale"):
-        dscale = tl.fma(dy, x_hat, dscale)  # (6)
-    if contains(SUMS, "offset"):
-        doffset += dy  # (5)
-    return dscale, doffset
-
-
-@triton.jit
 def backward_kernel(
     a: Arrays,  # the operands, what was kept of the forward pass, and cotangents
     c1_ptr,  # [G, rows]
@@ -135,8 +98,7 @@ def backward_kernel(
     for i in tl.static_range(FIELDS):
         if a[i] is not None:
             a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
-    for i in tl.static_range(FIELDS):
-        if d[i] is not None and item(SHAPES, i) == "ROW":
+        if d[i] is not None:
             d = Arrays(*d[:i], place(d[i], i, group, rows, H, SHARED, HEADS), *d[i + 1 :])
 
     # What the program keeps over all its tiles.
@@ -185,7 +147,7 @@ def backward_kernel(
             dz = of_dz * (x_hat * scale[None, :])  # (43)
             tl.store(d.z + base + at, dz.to(d.z.dtype.element_ty), mask=mask)
         if a.x_rstd is not None:  # dy and x_hat, held through the norm of x, would spill
-            dscale, doffset = _add_norm_terms(
+            dscale, doffset = add_norm_terms(
                 a, d, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS, COMPUTE
             )
 
@@ -230,17 +192,17 @@ def backward_kernel(
                 tl.store(d.x + base + at, dx.to(d.x.dtype.element_ty), mask=mask)
 
         if a.x_rstd is None:
-            dscale, doffset = _add_norm_terms(
+            dscale, doffset = add_norm_terms(
                 a, d, dy, x_hat, scale, dscale, doffset, base, at, mask, column, exists, SUMS, COMPUTE
             )
 
     # The program's shares, or where it is the only one of its group, the sums.
     at = (group * programs + program) * H + column
-    store_sum(dscale, "scale", d.scale, shares_ptr, at, exists, of_all, SUMS, H)
-    store_sum(doffset, "offset", d.offset, shares_ptr, at, exists, of_all, SUMS, H)
-    store_sum(dx_bias, "x_bias", d.x_bias, shares_ptr, at, exists, of_all, SUMS, H)
-    store_sum(dgate, "gate", d.gate, shares_ptr, at, exists, of_all, SUMS, H)
-    store_sum(dx_scale, "x_scale", d.x_scale, shares_ptr, at, exists, of_all, SUMS, H)
+    store_sum(dscale, "scale", d.scale, shares_ptr, at, column, exists, of_all, SUMS, H)
+    store_sum(doffset, "offset", d.offset, shares_ptr, at, column, exists, of_all, SUMS, H)
+    store_sum(dx_bias, "x_bias", d.x_bias, shares_ptr, at, column, exists, of_all, SUMS, H)
+    store_sum(dgate, "gate", d.gate, shares_ptr, at, column, exists, of_all, SUMS, H)
+    store_sum(dx_scale, "x_scale", d.x_scale, shares_ptr, at, column, exists, of_all, SUMS, H)
 
 
 @triton.jit

@@ -14,10 +14,7 @@ def bits_of(y, mask):
 
 
 @triton.jit
-def by_block_scales(
-    r, y, mask, base, start, first, valid,
-    H: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def by_block_scales(r, y, mask, base, start, first, valid, H, EXPONENT, BLOCK_ROWS, BLOCK_H):
     """Divide the columns from `first` on by the scale of each 32 of a row, and store the scales if they are wanted.
 
     base, start: the offset of the tile's first scale, and from there those of the rows' first ones.
@@ -37,7 +34,7 @@ def by_block_scales(
 
 
 @triton.jit
-def rounded(y, TYPE: tl.constexpr):
+def rounded(y, TYPE):
     """`y` in a type: of eight bits the nearest number, no more than the largest, and NaN of NaN."""
     if TYPE.primitive_bitwidth == 8:
         largest: tl.constexpr = 448.0 if tl.float8e4nv == TYPE else 57344.0

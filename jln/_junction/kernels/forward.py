@@ -14,29 +14,10 @@ import triton
 import triton.language as tl
 
 from jln._junction.arrays import Arrays
-from jln._junction.kernels.addresses import FIELDS, columns_from, group_of, place, rows_of, tile_from, tiles_of
+from jln._junction.kernels.addresses import columns_from, group_of, rows_of, tile_from, tiles_of
 from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded
-from jln._junction.kernels.terms import apply_gate, load_offset, load_scale, load_total, normed, rstd_of, widen
-
-
-@triton.jit
-def _load_total_of_normed(
-    a, base, at, mask, column, exists,
-    H: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """The rows that are normalised where x is so before it is added, and the rstd of x."""
-    x = widen(tl.load(a.x + base + at, mask=mask, other=0.0), COMPUTE)
-    x_rstd = rstd_of(x, H, EPSILON)  # (31)
-    x_scale = load_scale(a.x_scale, column, exists, NORM, BLOCK_H, COMPUTE)
-    residual = widen(tl.load(a.residual + base + at, mask=mask, other=0.0), COMPUTE)
-    u = x * x_rstd[:, None]  # (32)
-    if a.gate is None:
-        total = tl.fma(u, x_scale[None, :], residual)  # (33)
-    else:
-        branch = u * x_scale[None, :]
-        total = apply_gate(branch, a.gate, column, exists, COMPUTE) + residual  # (33)
-    return total.to(TOTAL).to(COMPUTE), x_rstd
+from jln._junction.kernels.records import FIELDS, place
+from jln._junction.kernels.terms import load_offset, load_scale, load_total, load_total_of_normed, normed, rstd_of
 
 
 @triton.jit
@@ -48,11 +29,7 @@ def _add(total, excess, term):
 
 
 @triton.jit
-def _statistics_of_chunks(
-    a, base, start, valid,
-    H: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr,
-    TOTAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _statistics_of_chunks(a, base, start, valid, H, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H):
     """The mean and rstd of rows wider than BLOCK_H.
 
     Every chunk has its own two-pass mean and sum of squares, and those of the chunks are merged by the formula of Chan,
@@ -112,7 +89,6 @@ def forward_kernel(
     for i in tl.static_range(FIELDS):
         if a[i] is not None:
             a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
-    for i in tl.static_range(FIELDS):
         if r[i] is not None:
             r = Arrays(*r[:i], place(r[i], i, group, rows, H, SHARED, HEADS), *r[i + 1 :])
     if PERSISTENT:
@@ -128,7 +104,7 @@ def forward_kernel(
         if BLOCK_H >= H:
             column, exists, at, mask = tile_from(0, start, valid, H, VECTOR, BLOCK_H)
             if BOTH_SIDES:
-                x, x_rstd = _load_total_of_normed(
+                x, x_rstd = load_total_of_normed(
                     a, base, at, mask, column, exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_H
                 )
             else:
