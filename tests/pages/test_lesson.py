@@ -44,6 +44,21 @@ def test_every_term_is_cited_where_it_is_computed(who, others):
     assert CITED[who] == {*DERIVED} - others
 
 
+def figures(text: str) -> set[str]:
+    """The numbers of three digits and more, or with a point, outside of code."""
+    text = re.sub(r"```.*?```|`[^`]*`|\([^)]*\)", "", text, flags=re.S)
+    return {*re.findall(r"(?<![\w.])(?:\d{3,}|\d+\.\d+)(?![\d.]*\d)", text)}
+
+
+def test_what_was_measured_is_as_it_is_on_the_page_on_benchmarks():
+    """The others are reckoned beside them: the longest row of a tile and one more, and the bytes of shares."""
+    measured = figures(PAGE.split("## From there to ours")[1].split("\n## ")[0]) - {"8193", "8.4"}
+    names = ("benchmarks/README.md", "jln/_junction/tiles.py", "jln/_triton/chip.py")
+    sources = "\n".join((ROOT / name).read_text() for name in names)
+    assert len(measured) > 20
+    assert [n for n in measured if not re.search(rf"(?<![\d.]){re.escape(n)}(?![\d.]*\d)", sources)] == []
+
+
 def test_slips_are_seen():
     derived = formulas("    (1) a_m = b * c     (0 for RMSNorm)\n    (2) d    = a_m,   e = 2\n", indent="    ")
     assert derived == formulas("(1) a_m = b * c\n(2) d = a_m, e = 2") == {1: "a_m = b * c", 2: "d = a_m, e = 2"}
