@@ -108,7 +108,7 @@ def in_order(texts: dict[str, str]) -> None:
 
 
 # The most lines of Python in each folder. A change may lower a number, to what is there then, and never raise one.
-CEILINGS = {"jln": 12999, "tests": 35977, "benchmarks": 5443}
+CEILINGS = {"jln": 12999, "tests": 35871, "benchmarks": 5443}
 
 
 @pytest.mark.parametrize("folder", CEILINGS)

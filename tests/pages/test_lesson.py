@@ -1,30 +1,67 @@
-"""Tests of the derivation in jln/README.md: it is what docstrings and comments say, and has every numbered term."""
+"""Tests of the derivation in jln/README.md: formulas as in the docstrings, and cited where they are computed."""
 
+import pathlib
 import re
 
-import lesson
+import pytest
 
-BLOCKS = re.findall(r"```text\n(\(\d+\).*?)```", lesson.PAGE.read_text(), re.S)
-IN_KERNELS_ALONE = {21, 22}  # another form of (13)
-
-
-def test_the_page_is_what_the_sources_say():
-    assert lesson.PAGE.read_text() == lesson.page(), "python tests/pages/lesson.py writes it"
-
-
-def test_the_page_has_every_term_once():
-    numbers = [int(number) for block in BLOCKS for number in re.findall(r"^\((\d+)\)", block, re.M)]
-    assert sorted(numbers) == sorted(lesson.formulas()) and len(numbers) > 30
+ROOT = pathlib.Path(__file__).parents[2]
+JUNCTION = ROOT / "jln/_junction"
+JNP = [JUNCTION / name for name in ("formulas.py", "gradients.py", "eight_bits.py", "linears/formulas.py")]
+KERNELS = sorted((JUNCTION / "kernels").glob("*.py"))
+PAGE = (ROOT / "jln/README.md").read_text()
+# (21) and (22) are the kernels' form of (13).
+IN_KERNELS_ALONE, IN_JNP_ALONE = {21, 22}, {13}
 
 
-def test_every_term_is_cited_where_it_is_computed():
-    quoted = lesson.quotations()
-    assert {*quoted} == {*lesson.formulas()}, "a term that no line cites, or a number that is no term's"
-    in_kernels_alone = {number for number, lines in quoted.items() if all(who != "jnp" for who, _ in lines)}
-    assert in_kernels_alone == IN_KERNELS_ALONE
+def formulas(text: str, indent: str = "") -> dict[int, str]:
+    """The formula of each number at the start of a line, without a remark that stands apart from it."""
+    terms: dict[int, str] = {}
+    for number, line in re.findall(rf"^{indent}\((\d+)\) (.*=.*)", text, re.M):
+        assert int(number) not in terms, f"({number}) is two terms"
+        line = re.sub(" +=", " =", line, count=1)
+        terms[int(number)] = " ".join(re.sub(r" {4,}.*| {3}\(.*", "", line).split())
+    return terms
 
 
-def test_what_is_quoted_is_the_whole_statement(tmp_path):
-    source = tmp_path / "source.py"
-    source.write_text("y = f(  # (1), (2), rounded\n    x,\n    g(x),\n)\n# (3) is prose\nz = (y,)  # by (4)\n")
-    assert [*lesson.citations(source)] == [(1, "y = f(x, g(x))"), (2, "y = f(x, g(x))")]
+def cited(text: str) -> set[int]:
+    """The numbers with which a comment behind a line of code starts."""
+    comments = re.findall(r"^ *[^#\s].*  # (\(\d+\)(?:, \(\d+\))*)", text, re.M)
+    return {int(number) for comment in comments for number in re.findall(r"\d+", comment)}
+
+
+DERIVED = formulas("\n".join(path.read_text() for path in JNP), indent="    ")
+BY = {"jnp": JNP, "kernels": KERNELS}
+CITED = {who: set().union(*(cited(path.read_text()) for path in paths)) for who, paths in BY.items()}
+
+
+def test_the_page_has_the_formulas_of_the_docstrings():
+    assert formulas(PAGE) == DERIVED and len(DERIVED) > 30
+
+
+@pytest.mark.parametrize(("who", "others"), [("jnp", IN_KERNELS_ALONE), ("kernels", IN_JNP_ALONE)])
+def test_every_term_is_cited_where_it_is_computed(who, others):
+    assert CITED[who] == {*DERIVED} - others
+
+
+def figures(text: str) -> set[str]:
+    """The numbers of three digits and more, or with a point, outside of code."""
+    text = re.sub(r"```.*?```|`[^`]*`|\([^)]*\)", "", text, flags=re.S)
+    return {*re.findall(r"(?<![\w.])(?:\d{3,}|\d+\.\d+)(?![\d.]*\d)", text)}
+
+
+def test_what_was_measured_is_as_it_is_on_the_page_on_benchmarks():
+    """The others are reckoned beside them: the longest row of a tile and one more, and the bytes of shares."""
+    measured = figures(PAGE.split("## From there to ours")[1].split("\n## ")[0]) - {"8193", "8.4"}
+    names = ("benchmarks/README.md", "jln/_junction/tiles.py", "jln/_triton/chip.py")
+    sources = "\n".join((ROOT / name).read_text() for name in names)
+    assert len(measured) > 20
+    assert [n for n in measured if not re.search(rf"(?<![\d.]){re.escape(n)}(?![\d.]*\d)", sources)] == []
+
+
+def test_slips_are_seen():
+    derived = formulas("    (1) a_m = b * c     (0 for RMSNorm)\n    (2) d    = a_m,   e = 2\n", indent="    ")
+    assert derived == formulas("(1) a_m = b * c\n(2) d = a_m, e = 2") == {1: "a_m = b * c", 2: "d = a_m, e = 2"}
+    assert cited("y = f(  # (1), (2), rounded\n    x)\n# (3) is prose\nz = y  # by (4)\n") == {1, 2}
+    with pytest.raises(AssertionError, match="two terms"):
+        formulas("(1) a = b\n(1) a = c")

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import linecache
 import math
 import os
 import pathlib
@@ -18,6 +19,7 @@ import typer
 
 from catalogue import OPERATORS
 from jln.__main__ import parser
+from jln._triton.target import interpreting
 from jln.testing.operators import DTYPES
 from peers import PEERS
 from workloads import ALL
@@ -29,7 +31,6 @@ PAGES = {
     for path in sorted([*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))])
 }
 HISTORY = "CHANGELOG.md"  # what it names may be gone
-GENERATED = "jln/API.md"  # its blocks are signatures
 # Pages whose code another test runs.
 TESTED = {"examples/real_models.md": "tests/modules/test_real_models.py"}
 # The package's files, as their messages tell what to type, too.
@@ -72,18 +73,19 @@ def is_number(word: str) -> bool:
 
 
 @pytest.mark.usefixtures("promoted_ranks")
-@pytest.mark.parametrize(
-    "page", [p for p, text in PAGES.items() if blocks(text) and p not in (GENERATED, HISTORY, *TESTED)]
-)
+@pytest.mark.parametrize("page", [p for p, text in PAGES.items() if blocks(text) and p not in (HISTORY, *TESTED)])
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(page):
     """The blocks of a page, run in order with shared variables, print what the page shows."""
+    if "triton.jit" in PAGES[page] and not interpreting():
+        pytest.skip("the page's kernels are for the interpreter")
     names = {}
     with jax.enable_x64(False):
-        for code, shown in blocks(PAGES[page]):
-            printed = io.StringIO()
+        for i, (code, shown) in enumerate(blocks(PAGES[page])):
+            printed, file = io.StringIO(), f"{i}/{page}"
+            linecache.cache[file] = len(code), None, code.splitlines(True), file  # Triton reads a kernel's source
             with contextlib.redirect_stdout(printed):
-                exec(compile(code, page, "exec"), names)
-            assert agree(printed.getvalue(), shown or "")
+                exec(compile(code, file, "exec"), names)
+            assert agree(re.sub(rf"\d+/{page}", page, printed.getvalue()), shown or "")
 
 
 def test_what_is_not_run_here_is_run_elsewhere():
@@ -366,7 +368,7 @@ def test_every_page_is_reached_from_the_first():
     assert PAGES.keys() - reached == set()
 
 
-@pytest.mark.parametrize("page", [p for p in CURRENT if PAGES[p].count("\n") > 150 and p != GENERATED])
+@pytest.mark.parametrize("page", [p for p in CURRENT if PAGES[p].count("\n") > 150])
 def test_a_long_page_links_to_all_of_its_sections(page):
     assert [title for title in headings(PAGES[page], "##") if f"(#{title})" not in PAGES[page]] == []
 
