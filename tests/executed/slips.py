@@ -24,7 +24,9 @@ _NAMES = ("forward", "backward", "with_linear", "with_linear_backward")
 _KERNELS = [f"jln._junction.kernels.{name}" for name in _NAMES]
 USERS = {name: [_LAUNCHES] for name in (*_KERNELS[:2], "jln._junction.geometry")}
 _ROW_TERMS = "jln._junction.kernels.row_terms"
-USERS |= {f"jln._junction.kernels.{name}": [_ROW_TERMS, *_KERNELS, _LAUNCHES] for name in ("addresses", "terms")}
+_RECORDS = "jln._junction.kernels.records"
+USERS |= {f"jln._junction.kernels.{name}": [_ROW_TERMS, *_KERNELS, _LAUNCHES] for name in ("records", "terms")}
+USERS["jln._junction.kernels.addresses"] = [_RECORDS, *USERS[_RECORDS]]
 USERS[_ROW_TERMS] = [*_KERNELS[1:], _LAUNCHES]
 
 

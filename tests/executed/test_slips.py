@@ -9,7 +9,7 @@ from cases import Case, execute
 from ptx import Violation
 from slips import broken
 
-ACCESS = "jln._junction.kernels.addresses"
+ACCESS, RECORDS = "jln._junction.kernels.addresses", "jln._junction.kernels.records"
 NORMS, NORM_LAUNCH = "jln._junction.kernels.backward", "jln._junction.launches"
 GEOMETRY = "jln._junction.geometry"
 TERMS, ROW_TERMS = "jln._junction.kernels.terms", "jln._junction.kernels.row_terms"
@@ -132,7 +132,7 @@ SOURCES = [
     ("rows at the tile's width", WHOLE, ACCESS, "first * (H * HEADS), local.to(wide) * (H * HEADS)",
      "first * 128, local.to(wide) * 128"),
     ("rows of all heads from the first one's", HEADS, ACCESS, "(H * HEADS)) + group % HEADS * H", "(H * HEADS))"),
-    ("a shared operand of the first head", HEADS, ACCESS, "return group % HEADS if", "return group * 0 if"),
+    ("a shared operand of the first head", HEADS, RECORDS, "return group % HEADS if", "return group * 0 if"),
     ("a row's statistics in another head's place", HEADS, ACCESS,
      "return (first + local) * HEADS", "return first + local"),
     ("programs of one head before the next one's", HEADS, ACCESS, "turn // programs * HEADS + program % HEADS",
@@ -165,7 +165,7 @@ SOURCES = [
      'store_sum(dscale, "scale"', 'store_sum(dscale, "offset"'),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), ROW_TERMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
-    ("dtotal shared where dy is", GROUPS, ACCESS, "copy_of(group, SHARED, item(NAMES, FIELD), HEADS)",
+    ("dtotal shared where dy is", GROUPS, RECORDS, "copy_of(group, SHARED, item(NAMES, FIELD), HEADS)",
      'copy_of(group, SHARED, "dy" if item(NAMES, FIELD) == "dtotal" else item(NAMES, FIELD), HEADS)'),
     # What launchers say: grids, operands, scalars, switches and aliases.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "        programs = g.programs(tile)",

@@ -1,19 +1,18 @@
 """Ways to break norms behind and on both sides of a sum."""
 
 from targets import (
-    ACCESS,
     ACCURACY,
     ALONE,
     ARRAY_TABLE,
     ARRAYS,
     BACKWARD,
     COPY,
-    FORWARD,
     FROZEN,
     JUNCTION_RULES,
     LINEAR_TILES,
     NORM_LAUNCH,
     NORM_TILES,
+    RECORDS,
     ROW_TERMS,
     TANGENTS,
     TERMS,
@@ -38,7 +37,7 @@ NORMS = [
         "y = y + (widen(added, COMPUTE) if added.dtype == tl.bfloat16 else added)", "pass", BEHIND,
     ),
     Mutant(
-        "the first example's residual behind a norm for all", ACCESS, COPY, first_part_of("added"),
+        "the first example's residual behind a norm for all", RECORDS, COPY, first_part_of("added"),
         (f"{MATRIX}reverse_mode[rms_norm_add-s-triton-vmap(grad), over all]",),
     ),
     Mutant(
@@ -55,10 +54,10 @@ NORMS = [
         "added = None if wanted.added is None else like(dy, wanted.added)", "added = None", XLA_BEHIND,
     ),
     Mutant(
-        "the branch not normalised", FORWARD, "u = x * x_rstd[:, None]", "u = x", KERNEL,
+        "the branch not normalised", TERMS, "u = x * x_rstd[:, None]", "u = x", KERNEL,
     ),
     Mutant(
-        "the unrounded sum normalised", FORWARD, "return total.to(TOTAL).to(COMPUTE), x_rstd", "return total, x_rstd",
+        "the unrounded sum normalised", TERMS, "return total.to(TOTAL).to(COMPUTE), x_rstd", "return total, x_rstd",
         ("tests/operators/test_rounded_sum.py::test_so_it_is_between_norms_on_both_sides[triton-whole]",),
     ),
     Mutant("x's mean square over the tile's columns", TERMS, "axis=1) * (1.0 / H) + EPS", "axis=1) * 0.01 + EPS",
@@ -76,8 +75,8 @@ NORMS = [
         "dx_scale of x and not of its norm", BACKWARD, ".to(COMPUTE) * x_rstd[:, None]", ".to(COMPUTE)", KERNEL,
     ),
     Mutant(
-        "dscale after the scale", BACKWARD, "dscale = tl.fma(dy, x_hat, dscale)",
-        "dscale = tl.fma(scaled, x_hat, dscale)",
+        "dscale after the scale", ROW_TERMS, "dscale = tl.fma(dy, x_hat, dscale)",
+        "dscale = tl.fma(dy * scale[None, :], x_hat, dscale)",
         KERNEL,
     ),
     Mutant(
@@ -89,7 +88,7 @@ NORMS = [
         """SUMS=sums,\n    )["d"]""", """SUMS=sums[::-1],\n    )["d"]""", KERNEL,
     ),
     Mutant(
-        "the first example's scale of x for all", ACCESS, COPY, first_part_of("x_scale"),
+        "the first example's scale of x for all", RECORDS, COPY, first_part_of("x_scale"),
         (f"{MATRIX}reverse_mode[rms_norm_add_rms_norm-xs-triton-vmap(grad), over all]",),
     ),
     Mutant(
@@ -127,10 +126,10 @@ NORMS = [
         GATED_KERNEL,
     ),
     Mutant(
-        "x's scale left out in front of a gate", FORWARD, "branch = u * x_scale[None, :]", "branch = u", GATED_KERNEL,
+        "x's scale left out in front of a gate", TERMS, "branch = u * x_scale[None, :]", "branch = u", GATED_KERNEL,
     ),
     Mutant(
-        "no gate behind a norm of the branch", FORWARD,
+        "no gate behind a norm of the branch", TERMS,
         "apply_gate(branch, a.gate, column, exists, COMPUTE) + residual",
         "apply_gate(branch, None, column, exists, COMPUTE) + residual", GATED_KERNEL,
     ),

@@ -1,6 +1,6 @@
 """Ways to break results in eight bits."""
 
-from targets import ACCESS, COPY, FORWARD, NORM_LAUNCH, PARTITIONED, XLA_EIGHT_BITS, Mutant, first_part_of
+from targets import COPY, FORWARD, NORM_LAUNCH, PARTITIONED, RECORDS, XLA_EIGHT_BITS, Mutant, first_part_of
 
 KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
@@ -136,7 +136,7 @@ EIGHT_BITS = [
     ),
     Mutant(
         "block scales of one group",
-        ACCESS,
+        RECORDS,
         COPY,
         first_part_of("block_scale"),
         GROUPS,
@@ -182,7 +182,7 @@ EIGHT_BITS = [
     ),
     Mutant(
         "one scale for all examples",
-        ACCESS,
+        RECORDS,
         COPY,
         first_part_of("y_scale"),
         (f"{TESTS}test_vmap[one scale-triton-axes0]",),

@@ -12,6 +12,7 @@ from targets import (
     JUNCTION_RULES,
     NORM_ARGUMENTS,
     NORM_LAUNCH,
+    RECORDS,
     ROW_TERMS,
     TERMS,
     XLA_GRADIENTS,
@@ -96,7 +97,7 @@ GATED_NORMS = [
     ),
     Mutant(
         "another group's z",
-        ACCESS,
+        RECORDS,
         COPY,
         first_part_of("x_z"),
         HEADS,
@@ -163,7 +164,7 @@ GATED_NORMS = [
     ),
     Mutant(
         "one copy of what is shared for all heads",
-        ACCESS,
+        RECORDS,
         "group % HEADS if contains",
         "group * 0 if contains",
         SHARED,

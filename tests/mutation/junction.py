@@ -1,12 +1,12 @@
 """Ways to break x_bias, gates and parameters of each example, and residuals of modules."""
 
 from targets import (
-    ACCESS,
     BACKWARD,
     COPY,
     JUNCTION,
     JUNCTION_RULES,
     NORM_ARGUMENTS,
+    RECORDS,
     ROW_TERMS,
     TANGENTS,
     TERMS,
@@ -63,7 +63,7 @@ SUMS = [
         "shares_ptr += (which * groups + group)", "shares_ptr += group", SEVERAL_PROGRAMS,
     ),
     Mutant(
-        "the first example's gate for all", ACCESS, COPY, first_part_of("gate"),
+        "the first example's gate for all", RECORDS, COPY, first_part_of("gate"),
         OF_EXAMPLES["triton"],
     ),
     Mutant(

@@ -19,6 +19,7 @@ from targets import (
     MANY_TILES,
     NORM_TILES,
     OPERATORS,
+    RECORDS,
     ROW_TERMS,
     TERMS,
     TRANSFORMED,
@@ -39,7 +40,7 @@ KERNELS = [
     ),
     Mutant("a column too many", ACCESS, "return column, column < H", "return column, column <= H", WHOLE),
     Mutant(
-        "a shared operand taken for a group's own", ACCESS,
+        "a shared operand taken for a group's own", RECORDS,
         "return group % HEADS if contains(SHARED, NAME) else group", "return group", GROUPS,
     ),
     Mutant(
@@ -111,7 +112,7 @@ KERNELS = [
         "if r.total is not None:", "if r.total is not None and BLOCK_H >= H:", CHUNKS_ADD,
     ),
     Mutant(
-        "all groups' means in the first one's place", ACCESS, COPY, first_part_of("mean"), GROUPS,
+        "all groups' means in the first one's place", RECORDS, COPY, first_part_of("mean"), GROUPS,
     ),
     Mutant(
         "a program's first tile alone", FORWARD, "BLOCK_ROWS) if PERSISTENT else program + 1", "1) * 0 + program + 1",
@@ -162,12 +163,12 @@ KERNELS = [
         "dx += tl.load(a.dtotal", "dx -= tl.load(a.dtotal", WHOLE,
     ),
     Mutant(
-        "dscale of the scaled cotangent", BACKWARD,
-        "tl.fma(dy, x_hat, dscale)", "tl.fma(scaled, x_hat, dscale)", WHOLE,
+        "dscale of the scaled cotangent", ROW_TERMS,
+        "tl.fma(dy, x_hat, dscale)", "tl.fma(dy * scale[None, :], x_hat, dscale)", WHOLE,
     ),
-    Mutant("doffset of a program's last tile", BACKWARD, "doffset += dy  # (5)", "doffset = dy", MANY_TILES),
+    Mutant("doffset of a program's last tile", ROW_TERMS, "doffset += dy  # (5)", "doffset = dy", MANY_TILES),
     Mutant(
-        "dscale added up in bfloat16", BACKWARD,
+        "dscale added up in bfloat16", ROW_TERMS,
         "tl.fma(dy, x_hat, dscale)", "tl.fma(dy, x_hat, dscale).to(tl.bfloat16).to(COMPUTE)", WHOLE,
     ),
     Mutant(
@@ -180,18 +181,23 @@ KERNELS = [
         (f"{TRANSFORMED}test_vmap_of_grad_with_several_programs_a_group[(0, 0, None, 0)]",),
     ),
     Mutant(
-        "y of backward without the scale", BACKWARD,
+        "y of backward without the scale", ROW_TERMS,
         "y = affine(x_hat, scale", "y = affine(x_hat, 1.0 + 0.0 * scale", COMPOSED,
     ),
     Mutant(
-        "y of backward without the offset", BACKWARD,
+        "y of backward without the offset", ROW_TERMS,
         "affine(x_hat, scale, load_offset(a.offset, column, exists, COMPUTE))", "affine(x_hat, scale, None)", COMPOSED,
     ),
     Mutant(
-        "dtotal shared where dy is", ACCESS, COPY, shared_as_dy("dtotal"),
+        "dtotal shared where dy is", RECORDS, COPY, shared_as_dy("dtotal"),
         (f"{TRANSFORMED}test_vmap_over_cotangents[triton-dtotal-9]",),
     ),
-    Mutant("what is shared taken for what is not", ACCESS, "and name in names", "and name not in names", GROUPS),
+    Mutant(
+        "a gradient in the first group's place where its operand is shared", BACKWARD,
+        "place(d[i], i, group, rows, H, None,", "place(d[i], i, group, rows, H, SHARED,",
+        ("tests/operators/test_gated.py::test_groups_under_vmap_of_some_arguments[triton]",),
+    ),
+    Mutant("what is shared taken for what is not", RECORDS, "and name in names", "and name not in names", GROUPS),
     Mutant(
         "shares of dscale and doffset on top of each other", ROW_TERMS,
         "first = position(SUMS, NAME) * programs", "first = 0 * programs", MANY_TILES,

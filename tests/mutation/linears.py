@@ -1,7 +1,6 @@
 """Ways to break several Linears behind one norm, and the residual in front."""
 
 from targets import (
-    ACCESS,
     ARRAYS,
     BACKWARD,
     COPY,
@@ -14,6 +13,7 @@ from targets import (
     NORM_LAUNCH,
     OPERATIONS,
     PARTITIONED,
+    RECORDS,
     SEVERAL,
     SHAPES,
     SHARDED_DTYPES,
@@ -142,7 +142,7 @@ LINEARS = [
         "dz of the third product left out of a kernel", BACKWARD, "dy += tl.load(a.dy3", "tl.load(a.dy3", OF_THREE,
     ),
     Mutant(
-        "dz of the third product shared where the first is", ACCESS,
+        "dz of the third product shared where the first is", RECORDS,
         COPY, shared_as_dy("dy3"),
         (f"{SEVERAL}test_transformations[triton-rms_norm_linear-features1-float64-vmap of one cotangent]",),
     ),

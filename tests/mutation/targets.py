@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 
 ACCESS = "jln/_junction/kernels/addresses.py"
+RECORDS = "jln/_junction/kernels/records.py"
 COPY = "group = copy_of(group, SHARED, item(NAMES, FIELD), HEADS)"  # where `place` finds a group's part of an array
 
 

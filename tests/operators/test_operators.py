@@ -200,15 +200,15 @@ def test_reduction_of_many_partial_sums(programs):
             where,
             kernels.reduce_kernel,
             {"shares": jnp.stack([partial, -partial]), "groups": 2, "programs": programs},
-            {"dscale": result, "doffset": result, "dx_bias": None, "dgate": None, "dx_scale": None},
+            {"d": Arrays(scale=result, offset=result)},
             programs=2 * 2 * (-(-40 // tile.columns)),
             tile=tile,
             compute=jnp.dtype("float32"),
             H=40,
-            SUMS=("dscale", "doffset"),
-        )
+            SUMS=("scale", "offset"),
+        )["d"]
 
-    dscale, doffset = (run(partial)[name] for name in ("dscale", "doffset"))
+    dscale, doffset = (getattr(run(partial), name) for name in ("scale", "offset"))
     np.testing.assert_allclose(dscale, np.asarray(partial, "float64").sum(1), rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(doffset, -dscale)
 

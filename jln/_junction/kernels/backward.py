@@ -99,7 +99,7 @@ def backward_kernel(
         if a[i] is not None:
             a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
         if d[i] is not None:
-            d = Arrays(*d[:i], place(d[i], i, group, rows, H, SHARED, HEADS), *d[i + 1 :])
+            d = Arrays(*d[:i], place(d[i], i, group, rows, H, None, HEADS), *d[i + 1 :])
 
     # What the program keeps over all its tiles.
     column, exists = columns_from(chunk * BLOCK_H, H, VECTOR, BLOCK_H)

@@ -90,7 +90,7 @@ def forward_kernel(
         if a[i] is not None:
             a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
         if r[i] is not None:
-            r = Arrays(*r[:i], place(r[i], i, group, rows, H, SHARED, HEADS), *r[i + 1 :])
+            r = Arrays(*r[:i], place(r[i], i, group, rows, H, None, HEADS), *r[i + 1 :])
     if PERSISTENT:
         column, exists = columns_from(0, H, VECTOR, BLOCK_H)
         scale = load_scale(a.scale, column, exists, NORM, BLOCK_H, COMPUTE)

@@ -33,13 +33,16 @@ def position(names, name):
 
 @triton.jit
 def copy_of(group, SHARED, NAME, HEADS):
-    """The group whose copy of an operand to read: a shared one has a copy for each head. A result is never SHARED."""
+    """The group whose copy of an operand to read: a shared one has a copy for each head."""
     return group % HEADS if contains(SHARED, NAME) else group
 
 
 @triton.jit
 def place(array_ptr, FIELD, group, rows, H, SHARED, HEADS):
-    """The first element of a group's part of an array, by its shape in the table. FIELD: its number there."""
+    """The first element of a group's part of an array, by its shape in the table.
+
+    FIELD: its number there. SHARED: as of `forward_kernel`; None for a result, of which every group has its own.
+    """
     shape: tl.constexpr = item(SHAPES, FIELD)
     group = copy_of(group, SHARED, item(NAMES, FIELD), HEADS)
     if shape == "ROW":
