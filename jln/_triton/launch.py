@@ -35,7 +35,6 @@ class Launch:
     scalars: integers passed by value.
     constants: the kernel's constexprs; among them, as None, the pointer to an array that is absent.
     in_place: from the name of an operand to that of the result that takes its memory.
-    records: the types of those of the kernel's parameters that are records of pointers, by the parameters' names.
     """
 
     kernel: Any
@@ -47,40 +46,39 @@ class Launch:
     chip: Chip
     constants: dict[str, Any]
     in_place: dict[str, str]
-    records: dict[str, Any]
-
-    @property
-    def places(self) -> dict[str, tuple[int, ...]]:
-        """The places of the kernel's arguments by name: a parameter's number, and that of a field in a record."""
-        return _places(self.kernel, self.records)
 
     @property
     def arguments(self) -> dict[str, jax.ShapeDtypeStruct | int]:
         """The kernel's arguments that are no constants, in order and by name."""
         arguments = self.arrays | self.results | self.scalars
-        return {name: arguments[name] for name in self.places if name in arguments}
+        return {name: arguments[name] for name in places(self.kernel) if name in arguments}
 
     def by_parameter(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by argument as values by the kernel's parameters, those of a record as one."""
+        """Values by the kernel's arguments as values by its parameters, those of a record as one."""
         grouped: dict[str, list[Any]] = {parameter: [] for parameter in self.kernel.arg_names}
-        for name, (i, *_) in self.places.items():
+        for name, (i, *_) in places(self.kernel).items():
             grouped[self.kernel.arg_names[i]].append(values[name])
-        return {p: self.records[p](*of) if p in self.records else of[0] for p, of in grouped.items()}
+        records = _records(self.kernel)
+        return {p: records[p](*of) if p in records else of[0] for p, of in grouped.items()}
 
 
-def _name(parameter: str, field: str = "") -> str:
-    """The name of a kernel's argument: c1 for the pointer c1_ptr, a.x for the field x of the record `a`."""
-    return f"{parameter}.{field}" if field else parameter.removesuffix("_ptr")
+def _records(kernel: Any) -> dict[str, Any]:
+    """The types of the kernel's parameters that are records: annotated with a NamedTuple."""
+    return {name: of for name, of in kernel.fn.__annotations__.items() if hasattr(of, "_fields")}
 
 
-def _places(kernel: Any, records: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    places: dict[str, tuple[int, ...]] = {}
+def places(kernel: Any) -> dict[str, tuple[int, ...]]:
+    """The places of a kernel's arguments by name: a parameter's number, and that of a field in a record.
+
+    The name is c1 for the pointer c1_ptr, and a.x for the field x of the record `a`.
+    """
+    records, found = _records(kernel), {}
     for i, parameter in enumerate(kernel.arg_names):
         if parameter in records:
-            places |= {_name(parameter, field): (i, j) for j, field in enumerate(records[parameter]._fields)}
+            found |= {f"{parameter}.{field}": (i, j) for j, field in enumerate(records[parameter]._fields)}
         else:
-            places[_name(parameter)] = (i,)
-    return places
+            found[parameter.removesuffix("_ptr")] = (i,)
+    return found
 
 
 # The interpreter runs programs one after another; three cores make every program of the backward kernel loop over
@@ -103,13 +101,9 @@ class Target:
         return object()
 
 
-def _by_argument(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given by a kernel's parameters, by its arguments."""
-    arguments: dict[str, Any] = {}
-    for parameter, value in given.items():
-        named = value._asdict() if hasattr(value, "_fields") else {"": value}
-        arguments |= {_name(parameter, field): a for field, a in named.items()}
-    return arguments
+def _name(path: Any) -> str:
+    """The name of a kernel's argument, as of `places`, by its path in what is given by the kernel's parameters."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def launch(
@@ -135,14 +129,16 @@ def launch(
     """
     import triton.language as tl
 
-    records = {name: type(a) for name, a in (*operands.items(), *results.items()) if hasattr(a, "_fields")}
-    names = _places(kernel, records)
-    read, wanted = _by_argument(operands), _by_argument(results)
-    scalars = {name: a for name, a in read.items() if isinstance(a, int)}
+    names = places(kernel)
+    read, wanted = ({_name(path): a for path, a in jax.tree.leaves_with_path(of)} for of in (operands, results))
     unknown = ({*read} | {*wanted} | {*constants}) - {*names}
     assert not unknown, f"{kernel.__name__} has no arguments {sorted(unknown)}"
-    arrays: dict[str, Any] = {n: read[n] for n in names if read.get(n) is not None and n not in scalars}
-    written = {name: a for name in names if (a := wanted.get(name)) is not None}
+    scalars = {name: a for name, a in read.items() if isinstance(a, int)}
+    arrays = {name: read[name] for name in names if name in read and name not in scalars}
+    written = {name: wanted[name] for name in names if name in wanted}
+    absent = {name for name in names if "." in name} | {
+        name for name, a in {**operands, **results}.items() if a is None
+    }
     order = [name in written for name in names if name in arrays or name in written]
     assert order == sorted(order), f"{kernel.__name__} has results in front of operands"
     in_place = dict(in_place or {})
@@ -156,7 +152,7 @@ def launch(
         "PRECISION": target.chip.precision,
         "COMPUTE": compute,
         **constants,
-        **{name: None for name in {*read, *wanted} - {*arrays, *written, *scalars}},
+        **dict.fromkeys(absent - {*arrays, *written}),
     }
     known = {name: getattr(tl, a.name) if isinstance(a, np.dtype) else a for name, a in known.items()}
     call = Launch(
@@ -169,12 +165,6 @@ def launch(
         target.chip,
         {name: known[name] for name in names if name in known},
         in_place,
-        records,
     )
     outputs = dict(zip(written, target.run(call, list(arrays.values())), strict=True))
-    return {
-        parameter: type(of)(*(outputs.get(_name(parameter, field)) for field in of._fields))
-        if hasattr(of, "_fields")
-        else outputs.get(parameter)
-        for parameter, of in results.items()
-    }
+    return jax.tree.map_with_path(lambda path, _: outputs[_name(path)], {**results})

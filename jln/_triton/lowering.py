@@ -28,7 +28,7 @@ from jax.interpreters import mlir
 from jaxlib import gpu_triton
 
 from jln._triton import cache
-from jln._triton.launch import TRITON_CALLS, TYPE_NAMES, Launch
+from jln._triton.launch import TRITON_CALLS, TYPE_NAMES, Launch, places
 
 TYPED, UNTYPED = TRITON_CALLS
 
@@ -121,11 +121,11 @@ def source(launch: Launch) -> Any:
     """Triton's ASTSource: arrays are aligned; of integers only 1 is known to the compiler."""
     from triton.compiler import ASTSource
 
-    arguments, places = launch.arguments, launch.places
+    arguments, at = launch.arguments, places(launch.kernel)
     constants = launch.constants | {name: 1 for name, a in arguments.items() if isinstance(a, int) and a == 1}
-    types = {name: "constexpr" if name in constants else _type_name(arguments[name]) for name in places}
-    known = {places[name]: a for name, a in constants.items()}
-    aligned = {places[name]: [["tt.divisibility", ALIGNMENT]] for name, of in types.items() if of.startswith("*")}
+    types = {name: "constexpr" if name in constants else _type_name(arguments[name]) for name in at}
+    known = {at[name]: a for name, a in constants.items()}
+    aligned = {at[name]: [["tt.divisibility", ALIGNMENT]] for name, of in types.items() if of.startswith("*")}
     return ASTSource(launch.kernel, signature=launch.by_parameter(types), constexprs=known, attrs=aligned)
 
 

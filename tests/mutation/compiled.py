@@ -54,7 +54,7 @@ COMPILED = [
     ),
     Mutant(
         "arguments not in the kernel's order", LAUNCH,
-        "return {name: arguments[name] for name in self.places if name in arguments}",
+        "return {name: arguments[name] for name in places(self.kernel) if name in arguments}",
         "return arguments", RAGGED,
     ),
     Mutant(
