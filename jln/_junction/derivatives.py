@@ -242,8 +242,9 @@ def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | N
 
     operands: a user's, with the normalised axes, or laid out for the norm's.
     """
-    norm, (centres, zero_centered_scale) = junction.norm, junction.norm.switches
-    of_norm = _Norm(centres, norm.axis if axes is None else axes, norm.epsilon, zero_centered_scale)
+    norm, switches = junction.norm, junction.norm.switches
+    axis = norm.axis if axes is None else axes
+    of_norm = _Norm(switches.subtract_mean, axis, norm.epsilon, switches.zero_centered_scale)
 
     def compute(a: Arrays) -> Arrays:
         z = a.x_z if a.z is None else a.z

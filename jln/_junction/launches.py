@@ -227,7 +227,7 @@ def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: 
     """Compute the gradient of the offset, which reads dy alone, and y, which does not, where no other is wanted."""
     batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands.present().values()))
     made, dy = Arrays(), operands.dy
-    if dtypes.offset is not None:  # a sum for which XLA reads dy once
+    if dtypes.offset is not None:  # (5), a sum for which XLA reads dy once
         columns = dy.shape[-1] * (dy.shape[-2] if norm.heads else 1)
         sums = column_sums(dy.reshape(*dy.shape[: batch_dims + norm.examples], -1, columns), dtypes.offset)
         made = made._replace(offset=sums.reshape(norm.sizes(Shape.COLUMN, dy.shape, batch_dims)))

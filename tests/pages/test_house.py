@@ -107,6 +107,12 @@ def in_order(texts: dict[str, str]) -> None:
     graphlib.TopologicalSorter(within).prepare()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "_junction/kernels").glob("*.py")), ids=lambda path: path.stem)
+def test_a_kernel_has_no_more_parameters_than_one_can_hold(path):
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert [f.name for f in functions if len(f.args.args) > 20] == [], "a record holds pointers"
+
+
 # The most lines of Python in each folder. A change may lower a number, to what is there then, and never raise one.
 CEILINGS = {"jln": 12999, "tests": 35871, "benchmarks": 5443}
 

@@ -1,5 +1,7 @@
 """Tests of the interpreter's guards: no kernel passes that stores outside its buffers, or not at all."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -51,6 +53,31 @@ def test_a_right_kernel_passes():
 def test_a_store_out_of_bounds_raises(shift, side):
     with pytest.raises(Exception, match=f"copy_kernel: 4 bytes {side} y "):
         jax.block_until_ready(copy(jnp.arange(5, dtype="float32"), shift=shift))
+
+
+class Record(NamedTuple):
+    x: Any = None
+    y: Any = None
+
+
+@triton.jit
+def add_kernel(a: Record, r: Record, BLOCK_H: tl.constexpr):
+    at = tl.arange(0, BLOCK_H)
+    x = tl.load(a.x + at)
+    tl.store(r.y + at, x if a.y is None else x + tl.load(a.y + at))
+
+
+def test_records_have_what_is_given_and_none_for_the_rest():
+    x, how = jnp.arange(4, dtype="float32"), {"programs": 1, "tile": Tile(1, 4, 1), "compute": jnp.dtype("float32")}
+    result = Record(y=jax.ShapeDtypeStruct(x.shape, x.dtype))
+    for given in (Record(x), Record(x, 2 * x)):
+        made = launch(Interpreter(), add_kernel, {"a": given}, {"r": result}, **how)["r"]
+        assert made.x is None
+        np.testing.assert_array_equal(made.y, x if given.y is None else 3 * x)
+    with pytest.raises(AssertionError, match="results in front of operands"):  # which XLA hands over first
+        launch(Interpreter(), add_kernel, {"r": Record(x)}, {"a": result}, **how)
+    with pytest.raises(AssertionError, match=r"no arguments \['b.x'\]"):
+        launch(Interpreter(), add_kernel, {"b": Record(x)}, {"r": result}, **how)
 
 
 def test_an_unwritten_element_is_nan():

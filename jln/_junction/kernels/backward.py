@@ -33,7 +33,7 @@ def row_sums_kernel(
     """Compute c1 and c2, one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
     group, tile = group_of(tl.program_id(0), tiles_of(rows, BLOCK_ROWS), SHARED, HEADS)
     row, base, start, valid = rows_of(tile, rows, H, BLOCK_ROWS, HEADS)
-    for i in tl.static_range(FIELDS):
+    for i in tl.static_range(FIELDS):  # each pointer to its group's part
         if a[i] is not None:
             a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
 
@@ -95,7 +95,7 @@ def backward_kernel(
     # No argument: given a 1, the compiler would know the loop's step, with which it spilled. A step of 0 had no end.
     programs = tl.maximum(of_all // groups, 1)
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
-    for i in tl.static_range(FIELDS):
+    for i in tl.static_range(FIELDS):  # each pointer to its group's part
         if a[i] is not None:
             a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
         if d[i] is not None:

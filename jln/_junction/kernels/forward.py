@@ -86,7 +86,7 @@ def forward_kernel(
     """
     programs = tl.maximum(tl.num_programs(0) // groups, 1)
     group, program = group_of(tl.program_id(0), programs, SHARED, HEADS)
-    for i in tl.static_range(FIELDS):
+    for i in tl.static_range(FIELDS):  # each pointer to its group's part
         if a[i] is not None:
             a = Arrays(*a[:i], place(a[i], i, group, rows, H, SHARED, HEADS), *a[i + 1 :])
         if r[i] is not None:
