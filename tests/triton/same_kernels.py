@@ -2,16 +2,21 @@
 
     python tests/triton/same_kernels.py HEAD~1          # the launches of the working tree beside those of a commit
     python tests/triton/same_kernels.py HEAD~1 --ptx    # and PTX of all, not only of those whose Triton IR differs
+    python tests/triton/same_kernels.py HEAD~1 --every 20    # of each 20 calls one
+
+Another Triton is taken from a folder on PYTHONPATH.
 
 Calls of the public operators are lowered for several chips, and their launches recorded: grid, tile, operands, results
 and Triton's IR, without names and places in the source. Launches with the same IR have the same PTX. Where it differs,
-both are compiled, and PTX is compared without the names of parameters, labels and lines. Where that differs too,
-registers, spills and shared memory of both are printed. Exits with 1 if any launch differs.
+both are compiled, and PTX is compared without the names of parameters, labels and lines. Where that has other
+instructions, in whatever order, or takes other registers, spills or shared memory, these are printed. Exits with 1 if
+any launch differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -187,11 +192,11 @@ def described(case: Case, by_ptx: bool) -> tuple[Case, list[dict[str, Any]]]:
     return case, made
 
 
-def record(path: str, by_ptx: bool, only: set[Case] | None) -> None:
-    """Describe all cases, in as many processes as there are cores, and write them to a file."""
+def record(path: str, by_ptx: bool, only: set[Case] | None, every: int) -> None:
+    """Describe every so-manieth case, in as many processes as there are cores, and write them to a file."""
     import compiler
 
-    chosen = [case for case in cases() if only is None or case in only]
+    chosen = [case for case in cases() if only is None or case in only][::every]
     with compiler.workers() as pool:
         parts = [chosen[i : i + 8] for i in range(0, len(chosen), 8)]
         jobs = [pool.submit(several, part, by_ptx) for part in parts]
@@ -209,17 +214,18 @@ def several(part: list[Case], by_ptx: bool) -> list[tuple[Case, Any]]:
     return [described(case, by_ptx) for case in part]
 
 
-def recorded(tree: pathlib.Path, by_ptx: bool, only: Any = None) -> dict[Any, Any]:
+def recorded(tree: pathlib.Path, by_ptx: bool, only: Any = None, every: int = 1) -> dict[Any, Any]:
     """The description of all cases, or of those in `only`, by the package in a folder."""
     with tempfile.TemporaryDirectory() as folder:
         out, chosen = pathlib.Path(folder) / "out", pathlib.Path(folder) / "only"
         chosen.write_bytes(pickle.dumps(only))
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT / "benchmarks")]),
+            "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
             "JAX_PLATFORMS": "cpu",
         }
         environment.pop("TRITON_INTERPRET", None)
-        command = [sys.executable, __file__, "--record", str(out), "--only", str(chosen), *["--ptx"] * by_ptx]
+        command = [sys.executable, __file__, "--record", str(out), "--only", str(chosen), "--every", str(every)]
+        command += ["--ptx"] * by_ptx
         subprocess.run(command, env=environment, cwd=folder, check=True)
         return pickle.loads(out.read_bytes())
 
@@ -241,34 +247,43 @@ def compared(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
             if of_a is None and a["ir"] != b["ir"]:
                 found.append(f"{case}: {b['kernel']}: Triton's IR differs")
             elif of_a is not None and of_a[0] != of_b[0]:
-                lines = [text.count("\n") for text in (of_a[0], of_b[0])]
-                found.append(
-                    f"{case}: {b['kernel']}: PTX differs: lines {lines[0]} -> {lines[1]}, registers, bytes spilled and "
-                    f"shared {of_a[1:]} -> {of_b[1:]}"
-                )
+                old_ptx, new_ptx = unordered(of_a[0]), unordered(of_b[0])
+                if (old_ptx, of_a[1:]) != (new_ptx, of_b[1:]):
+                    found.append(
+                        f"{case}: {b['kernel']}: PTX differs: lines {old_ptx.total()} -> {new_ptx.total()}, "
+                        f"registers, bytes spilled and shared {of_a[1:]} -> {of_b[1:]}"
+                    )
     return found
+
+
+def unordered(text: str) -> collections.Counter[str]:
+    """How often each line is in PTX, or in AMD's assembly, without the names and the registers in it."""
+    return collections.Counter(
+        re.sub(r"\bname\d+\b|%\w+|\b[sv]\d+\b|\b[sv]\[[\d:]+\]", "%", line) for line in text.splitlines()
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commit", nargs="?", default="HEAD~1")
     parser.add_argument("--ptx", action="store_true")
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--record")
     parser.add_argument("--only")
     given = parser.parse_args()
     if given.record:
         only = pickle.loads(pathlib.Path(given.only).read_bytes())
-        record(given.record, given.ptx, only and {Case(*case) for case in only})
+        record(given.record, given.ptx, only and {Case(*case) for case in only}, given.every)
         return
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder) / "tree"
         subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, given.commit], cwd=ROOT, check=True)
         try:
-            before, after = recorded(tree, given.ptx), recorded(ROOT, given.ptx)
+            before, after = (recorded(package, given.ptx, every=given.every) for package in (tree, ROOT))
             differ = compared(before, after)
             if differ and not given.ptx:
                 of_cases = {case for case in before if any(line.startswith(f"{case}: ") for line in differ)}
-                differ = compared(recorded(tree, True, of_cases), recorded(ROOT, True, of_cases))
+                differ = compared(*(recorded(package, True, of_cases) for package in (tree, ROOT)))
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
     print(*differ, sep="\n")
