@@ -44,7 +44,8 @@ def add_norm_terms(a, d, dy, x_hat, scale, dscale, doffset, base, at, mask, colu
     """The norm's own sums over rows, and its output once more."""
     if d.y is not None:
         y = affine(x_hat, scale, load_offset(a.offset, column, exists, COMPUTE))  # (4)
-        tl.store(d.y + base + at, y.to(d.y.dtype.element_ty), mask=mask)
+        # Added to d.y first, `base` would have Triton 3.6 spill 8 bytes in float32 beside x_bias and a gate.
+        tl.store(d.y + (base + at), y.to(d.y.dtype.element_ty), mask=mask)
     if contains(SUMS, "scale"):
         dscale = tl.fma(dy, x_hat, dscale)  # (6)
     if contains(SUMS, "offset"):
