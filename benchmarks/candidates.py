@@ -212,7 +212,7 @@ class Question:
                 key = aliases.get(name, name), shape, dtype
                 if key not in self.tensors:
                     drawn = self.torch.randn(shape, generator=self.generator, device="cuda")
-                    drawn = drawn.abs() + 0.5 if name == "rstd" else drawn
+                    drawn = drawn.abs() + 0.5 if name.endswith("rstd") else drawn
                     self.tensors[key] = drawn.to(getattr(self.torch, dtype))
                 if name in launch["results"]:
                     written[key] = self.tensors[key]

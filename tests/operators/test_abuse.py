@@ -56,7 +56,7 @@ OUTPUTS = {
     "backward.reduce_kernel": ("d.scale", "d.offset", "d.x_bias", "d.gate"),
     "with_linear.forward_kernel": ("r.y", "r.mean", "r.rstd"),
     "with_linear_backward.row_sums_kernel": ("c1", "c2", "dbias"),
-    "with_linear_backward.backward_kernel": ("dx", "g", "dscale"),
+    "with_linear_backward.backward_kernel": ("d.x", "g", "dscale"),
     "with_linear_backward.parameters_kernel": ("d.kernel", "d.scale", "d.offset", "d.bias"),
 }
 

@@ -1,5 +1,6 @@
 """Tests of the derivation in jln/README.md: formulas as in the docstrings, and cited where they are computed."""
 
+import math
 import pathlib
 import re
 
@@ -44,19 +45,24 @@ def test_every_term_is_cited_where_it_is_computed(who, others):
     assert CITED[who] == {*DERIVED} - others
 
 
-def figures(text: str) -> set[str]:
-    """The numbers of three digits and more, or with a point, outside of code."""
-    text = re.sub(r"```.*?```|`[^`]*`|\([^)]*\)", "", text, flags=re.S)
-    return {*re.findall(r"(?<![\w.])(?:\d{3,}|\d+\.\d+)(?![\d.]*\d)", text)}
+NUMBER = r"(?<![\w.])(?:\d{3,}|\d+\.\d+)(?![\d.]*\d)"  # of three digits and more, or with a point
 
 
-def test_what_was_measured_is_as_it_is_on_the_page_on_benchmarks():
-    """The bytes of shares are reckoned beside them."""
-    measured = figures(PAGE.split("## From there to ours")[1].split("\n## ")[0]) - {"8.4"}
+def test_what_was_measured_stands_together_where_it_is_kept():
+    """The figures of a sentence are in one row, or one paragraph, of a source; what is reckoned is right."""
     names = ("benchmarks/README.md", "jln/_junction/tiles.py", "jln/_triton/chip.py")
-    sources = "\n".join((ROOT / name).read_text() for name in names)
-    assert len(measured) > 20
-    assert [n for n in measured if not re.search(rf"(?<![\d.]){re.escape(n)}(?![\d.]*\d)", sources)] == []
+    found = [p for name in names for p in re.split(r"\n\s*#?\s*\n", (ROOT / name).read_text())]
+    rows = [row for p in found for row in (p.splitlines() if p.lstrip().startswith("|") else [p])]
+    kept = [{*re.findall(NUMBER, row)} for row in rows]
+    text = re.sub(r"```.*?```|\([^)]*\)", "", PAGE.split("## From there to ours")[1].split("\n## ")[0], flags=re.S)
+    reckoned = re.findall(r"`([\d* ]+?)`? ?(?:= |bytes, )([\d.]+)\s+MB", text)
+    assert len(reckoned) > 4
+    for product, result in reckoned:
+        exact = math.prod(int(factor) for factor in product.split("*"))
+        assert float(result) == pytest.approx(exact if exact < 1e6 else exact / 1e6, rel=0.01)
+    sentences = [{*re.findall(NUMBER, s)} for s in re.split(r"(?<=[.:])\s", re.sub("`[^`]*`", "", text))]
+    assert len({*set().union(*sentences)}) > 20
+    assert [s for s in sentences if s and not any(s <= row for row in kept)] == []
 
 
 def test_slips_are_seen():

@@ -108,12 +108,12 @@ NORM_LAUNCHES = {
 }
 SUMS = "row_sums_kernel"
 FUSED_LAUNCHES = {
-    ("x",): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "dx")],
+    ("x",): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "d.x")],
     ("scale",): [FORWARD, (BACKWARD, "dscale"), ("parameters_kernel", "d.scale")],
     ("offset", "bias"): [],
     ("kernel",): [FORWARD, (BACKWARD, "g"), ("parameters_kernel", "d.kernel")],
-    ("x", "bias"): [FORWARD, (SUMS, "c1", "c2", "dbias"), (BACKWARD, "dx"), ("parameters_kernel", "d.bias")],
-    ("x", "scale"): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "dx", "dscale"), ("parameters_kernel", "d.scale")],
+    ("x", "bias"): [FORWARD, (SUMS, "c1", "c2", "dbias"), (BACKWARD, "d.x"), ("parameters_kernel", "d.bias")],
+    ("x", "scale"): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "d.x", "dscale"), ("parameters_kernel", "d.scale")],
 }
 COMPOSED_LAUNCHES = {
     ("x",): [FORWARD, (BACKWARD, "d.x")],

@@ -154,9 +154,9 @@ def without_names(text: str) -> str:
     text = re.sub(r"\s*loc\([^()]*(\([^()]*\))*[^()]*\)", "", text)
     text = text.split(".section\t.debug", 1)[0]
     order: dict[str, str] = {}
-    for name in re.findall(r"%[A-Za-z_]\w*|\$\w+|\b\w+_kernel\w*", text):
+    for name in re.findall(r"%[A-Za-z_][\w.]*|\$\w+|\b\w+_kernel\w*", text):
         order.setdefault(name, f"name{len(order)}")
-    text = re.sub(r"%[A-Za-z_]\w*|\$\w+|\b\w+_kernel\w*", lambda m: order[m[0]], text)
+    text = re.sub(r"%[A-Za-z_][\w.]*|\$\w+|\b\w+_kernel\w*", lambda m: order[m[0]], text)
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
 
 
@@ -257,7 +257,7 @@ def compared(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
 
 
 def unordered(text: str) -> collections.Counter[str]:
-    """How often each line is in PTX, or in AMD's assembly, without the names and the registers in it."""
+    """The number of times that each line is in PTX, or in AMD's assembly, without the names and the registers in it."""
     return collections.Counter(
         re.sub(r"\bname\d+\b|%\w+|\b[sv]\d+\b|\b[sv]\[[\d:]+\]", "%", line) for line in text.splitlines()
     )

@@ -47,4 +47,5 @@ def test_names_labels_and_places_are_left_out():
     one = ".loc 1 2 3\n$L__BB0_1:\nld.param.b64 %rd1, [forward_kernel_param_0];\nbra $L__BB0_1; // 7\n#loc1 = loc(3:4)"
     other = "$L__BB7_2:\nld.param.b64 %rd9, [norm_kernel_param_0];\nbra $L__BB7_2; // line 9"
     assert without_names(one) == without_names(other)
+    assert without_names("tt.load %a.x, %r.y") == without_names("tt.load %x_ptr, %y_ptr")
     assert without_names("add.f32 %f1, %f2, %f3;") != without_names("add.f32 %f1, %f3, %f3;")

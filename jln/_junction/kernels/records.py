@@ -54,4 +54,5 @@ def place(array_ptr, FIELD, group, rows, H, SHARED, HEADS):
     elif shape == "COLUMN":
         return array_ptr + group * H
     else:
+        tl.static_assert(shape == "ONE")
         return array_ptr + group

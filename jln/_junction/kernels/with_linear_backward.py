@@ -74,7 +74,7 @@ def backward_kernel(
     c2_ptr,  # [PARTS, M]
     rows,
     splits,
-    dx_ptr,  # [M, H]
+    d: Arrays,  # of x
     g_ptr,  # [splits, H, N]
     dscale_ptr,  # [splits, H]
     H: tl.constexpr,
@@ -112,11 +112,11 @@ def backward_kernel(
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         if g_ptr is not None:
             g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision=PRECISION)  # (21)
-        if dx_ptr is not None or dscale_ptr is not None:
+        if d.x is not None or dscale_ptr is not None:
             dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision=PRECISION)  # (14)
         if dscale_ptr is not None:
             dscale = tl.fma(dz, x_hat, dscale)  # (16), both factors in float32
-        if dx_ptr is not None:
+        if d.x is not None:
             c1 = load_vector(c1_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             for part in tl.static_range(1, PARTS):
@@ -130,7 +130,7 @@ def backward_kernel(
             if a.dtotal is not None:
                 dx += load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)
             mask = valid[:, None] & exists[None, :]
-            tl.store(dx_ptr + base + start[:, None] + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(d.x + base + start[:, None] + column[None, :], dx.to(d.x.dtype.element_ty), mask=mask)
     if dscale_ptr is not None:
         tl.store(dscale_ptr + split * H + column, tl.sum(dscale, axis=0), mask=exists)
     if g_ptr is not None:

@@ -155,7 +155,7 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
             "splits": plan.splits,
         },
         {
-            "dx": result(dtypes.x, *lead, h),
+            "d": Arrays(x=result(dtypes.x, *lead, h)),
             "g": result(dkernel and "float32", plan.splits, h, n),
             "dscale": result(dtypes.scale and "float32", plan.splits, h),
         },
@@ -192,7 +192,7 @@ def _fused_backward(operands: Arrays, norm: Norm, dtypes: Arrays, plan: tiles.Ba
             tile=plan.parameters,
             **constants,
         )["d"]
-    return made._replace(x=shares["dx"], kernel=(made.kernel,), bias=(made.bias,))
+    return made._replace(x=shares["d"].x, kernel=(made.kernel,), bias=(made.bias,))
 
 
 def _constants(norm: Norm, h: int, n: int) -> dict[str, Any]:
