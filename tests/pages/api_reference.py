@@ -16,20 +16,16 @@ import textwrap
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "jln/API.md"
 
-OPERATORS = (
-    "layer_norm",
-    "rms_norm",
-    "add_layer_norm",
-    "add_rms_norm",
-    "layer_norm_add",
-    "rms_norm_add",
-    "rms_norm_add_rms_norm",
-    "rms_norm_gated",
-    "layer_norm_linear",
-    "rms_norm_linear",
-    "add_layer_norm_linear",
-    "add_rms_norm_linear",
-    "rms_norm_add_rms_norm_linear",
+
+@functools.cache
+def parsed(path: str) -> ast.Module:
+    spec = importlib.util.find_spec(path)
+    assert spec is not None and spec.origin is not None
+    return ast.parse(pathlib.Path(spec.origin).read_text())
+
+
+OPERATORS = tuple(
+    node.name for node in parsed("jln.reference").body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"
 )
 NORMS, PAIRS = ("LayerNorm", "RMSNorm"), ("LayerNormLinear", "RMSNormLinear")
 # Title, module, and what the page has of it.
@@ -73,13 +69,6 @@ Every public name: how it is called, and the first line of its docstring. The re
 shapes and dtypes, what is returned and what is raised: `help(jln.layer_norm)`. There "as of" another entry means the
 same shapes, dtypes, default and errors. `python tests/pages/api_reference.py` writes this page.
 """
-
-
-@functools.cache
-def parsed(path: str) -> ast.Module:
-    spec = importlib.util.find_spec(path)
-    assert spec is not None and spec.origin is not None
-    return ast.parse(pathlib.Path(spec.origin).read_text())
 
 
 @functools.cache

@@ -38,6 +38,8 @@ CITED = {who: set().union(*(cited(path.read_text()) for path in paths)) for who,
 
 def test_the_page_has_the_formulas_of_the_docstrings():
     assert formulas(PAGE) == DERIVED and len(DERIVED) > 30
+    said = re.findall(r"^    ((?:branch|total|y) += .*)", (JUNCTION / "arrays.py").read_text(), re.M)
+    assert len(said) == 3 and "\n".join(said) in PAGE
 
 
 @pytest.mark.parametrize(("who", "others"), [("jnp", IN_KERNELS_ALONE), ("kernels", IN_JNP_ALONE)])
