@@ -139,7 +139,7 @@ SOURCES = [
      "turn // programs + program % HEADS"),
     ("a fused row stride of the tile's width", dataclasses.replace(FUSED, features=(24,)), LINEARS,
      "rows_of(tl.program_id(0), rows, N, BLOCK_ROWS)", "rows_of(tl.program_id(0), rows, BLOCK_N, BLOCK_ROWS)"),
-    ("shares of dscale in one place, fused", FUSED, LINEARS_BACKWARD,
+    ("shares of dscale in one place, fused", dataclasses.replace(FUSED, shape=(1000, 64)), LINEARS_BACKWARD,
      "dscale_ptr + split * H + column", "dscale_ptr + column"),
     ("a mask dropped in dkernel's store", dataclasses.replace(FUSED, features=(24,)), LINEARS_BACKWARD,
      "tl.store(d.kernel + at, dkernel.to(d.kernel.dtype.element_ty), mask=mask)",
