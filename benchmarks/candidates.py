@@ -103,7 +103,7 @@ def packed(job: tuple[str, str, Candidate, str]) -> list[dict[str, Any]] | str:
             if made.spilled > SPILLED or made.shared * launch.tile.programs_per_core > launch.chip.shared:
                 return f"spills {made.spilled} bytes, and has {made.shared} of shared memory"
             arguments = [
-                (name, a) if isinstance(a, int) else (name, (tuple(a.shape), str(a.dtype)))
+                (name, a if isinstance(a, int) else (tuple(a.shape), str(a.dtype)))
                 for name, a in launch.arguments.items()
                 if not (isinstance(a, int) and a == 1)  # a constant of the kernel
             ]

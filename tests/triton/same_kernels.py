@@ -2,7 +2,7 @@
 
     python tests/triton/same_kernels.py HEAD~1          # the launches of the working tree beside those of a commit
     python tests/triton/same_kernels.py HEAD~1 --ptx    # and PTX of all, not only of those whose Triton IR differs
-    python tests/triton/same_kernels.py HEAD~1 --every 20    # of each 20 calls one
+    python tests/triton/same_kernels.py HEAD~1 --every 20    # of each 20 calls the first
 
 Another Triton is taken from a folder on PYTHONPATH.
 
@@ -193,7 +193,7 @@ def described(case: Case, by_ptx: bool) -> tuple[Case, list[dict[str, Any]]]:
 
 
 def record(path: str, by_ptx: bool, only: set[Case] | None, every: int) -> None:
-    """Describe every so-manieth case, in as many processes as there are cores, and write them to a file."""
+    """Describe the first of each `every` cases, in as many processes as there are cores, and write them to a file."""
     import compiler
 
     chosen = [case for case in cases() if only is None or case in only][::every]
