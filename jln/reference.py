@@ -31,11 +31,11 @@ def layer_norm(
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array | None = None, *,
+    x: jax.Array, scale: jax.Array | None = None, *, offset: jax.Array | None = None,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return `x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`."""
-    return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, dtype=dtype)
+    """Return `x / sqrt(mean(x**2) + epsilon) * scale + offset`, over `axis`."""
+    return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, offset, dtype=dtype)
 
 
 def add_layer_norm(
@@ -49,13 +49,13 @@ def add_layer_norm(
 
 
 def add_rms_norm(
-    x: jax.Array, residual: jax.Array | None, scale: jax.Array | None = None, *,
+    x: jax.Array, residual: jax.Array | None, scale: jax.Array | None = None, *, offset: jax.Array | None = None,
     x_bias: jax.Array | None = None, gate: Gate = None,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return `(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`."""
+    """Return `(rms_norm(total, scale, offset=offset), total)` with `total = residual + gate * (x + x_bias)`."""
     norm = _Norm(False, axis, epsilon, zero_centered_scale)
-    return _junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
+    return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
 
 
 def layer_norm_add(
@@ -67,11 +67,11 @@ def layer_norm_add(
 
 
 def rms_norm_add(
-    x: jax.Array, residual: jax.Array, scale: jax.Array | None = None, *,
+    x: jax.Array, residual: jax.Array, scale: jax.Array | None = None, *, offset: jax.Array | None = None,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return `residual + rms_norm(x, scale)`, rounded once."""
-    return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, added=residual, dtype=dtype)
+    """Return `residual + rms_norm(x, scale, offset=offset)`, rounded once."""
+    return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, offset, added=residual, dtype=dtype)
 
 
 def rms_norm_add_rms_norm(
@@ -95,47 +95,54 @@ def rms_norm_gated(
 
 def layer_norm_linear(
     x: jax.Array, scale: jax.Array | None, offset: jax.Array | None, kernel: Kernels, bias: Biases = None, *,
-    epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
+    epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Products:  # fmt: skip
     """Return `layer_norm(x, scale, offset) @ kernel + bias`."""
-    return _junction(x, _Norm(True, -1, epsilon, zero_centered_scale), scale, offset, linears=(kernel, bias, precision))
+    norm, linears = _Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision, dtype)
+    return _junction(x, norm, scale, offset, linears=linears)
 
 
 def rms_norm_linear(
     x: jax.Array, scale: jax.Array | None, kernel: Kernels, bias: Biases = None, *,
-    epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
+    offset: jax.Array | None = None, epsilon: float = 1e-6, zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None, precision: jax.lax.PrecisionLike = None,
 ) -> Products:  # fmt: skip
-    """Return `rms_norm(x, scale) @ kernel + bias`."""
-    return _junction(x, _Norm(False, -1, epsilon, zero_centered_scale), scale, linears=(kernel, bias, precision))
+    """Return `rms_norm(x, scale, offset=offset) @ kernel + bias`."""
+    norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision, dtype)
+    return _junction(x, norm, scale, offset, linears=linears)
 
 
 def add_layer_norm_linear(
     x: jax.Array, residual: jax.Array | None, scale: jax.Array | None, offset: jax.Array | None, kernel: Kernels,
     bias: Biases = None, *, x_bias: jax.Array | None = None, gate: Gate = None,
-    epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
+    epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:  # fmt: skip
     """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)`, `total = residual + gate * (x + x_bias)`."""
-    norm, linears = _Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
+    norm, linears = _Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision, dtype)
     return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
 
 
 def add_rms_norm_linear(
     x: jax.Array, residual: jax.Array | None, scale: jax.Array | None, kernel: Kernels, bias: Biases = None, *,
-    x_bias: jax.Array | None = None, gate: Gate = None,
-    epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
+    offset: jax.Array | None = None, x_bias: jax.Array | None = None, gate: Gate = None,
+    epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:  # fmt: skip
-    """Return `(rms_norm(total, scale) @ kernel + bias, total)`, `total = residual + gate * (x + x_bias)`."""
-    norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
-    return _junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
+    """Return `(rms_norm(total, scale, offset=offset) @ kernel + bias, total)`, with `add_rms_norm`'s total."""
+    norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision, dtype)
+    return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
 
 
 def rms_norm_add_rms_norm_linear(
     x: jax.Array, residual: jax.Array, x_scale: jax.Array | None, scale: jax.Array | None, kernel: Kernels,
     bias: Biases = None, *, gate: Gate = None,
-    epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
+    epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:  # fmt: skip
     """Return `(rms_norm(total, scale) @ kernel + bias, total)`, `total = residual + gate * rms_norm(x, x_scale)`."""
-    norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
+    norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision, dtype)
     return _junction(x, norm, scale, residual=residual, both_sides=True, x_scale=x_scale, gate=gate, linears=linears)
 
 
@@ -188,11 +195,11 @@ def _junction(
     return (y, total) if adds or residual is not None else y
 
 
-def _linears(z, x_dtype, kernel, bias, precision):
+def _linears(z, x_dtype, kernel, bias, precision, dtype):
     if not isinstance(kernel, tuple):
-        return _linear(z, _promoted(x_dtype, kernel.dtype), kernel, bias, precision)
+        return _linear(z, _promoted(dtype or x_dtype, kernel.dtype), kernel, bias, precision)
     biases = (None,) * len(kernel) if bias is None else bias
-    return tuple(_linears(z, x_dtype, k, b, precision) for k, b in zip(kernel, biases, strict=True))
+    return tuple(_linears(z, x_dtype, k, b, precision, dtype) for k, b in zip(kernel, biases, strict=True))
 
 
 def _linear(z, dtype, kernel, bias, precision):

@@ -29,6 +29,11 @@ def _keeps(policy: Any, function: Callable[..., Any], ndim: int) -> bool:
     """True where the policy keeps what the one equation of a function makes of arrays with that many axes."""
     arguments = [jax.ShapeDtypeStruct((1,) * ndim, "float32")] * ndim
     (equation,) = jax.make_jaxpr(function)(*arguments).eqns
+    return keeps(policy, equation)
+
+
+def keeps(policy: Any, equation: Any) -> bool:
+    """True where the policy keeps what the equation makes."""
     avals = [v.aval for v in equation.invars]
     found = policy is not None and policy(equation.primitive, *avals, **equation.params)
     return found is True or ("Recompute" not in f"{type(found).__name__} {found}" and found is not False)

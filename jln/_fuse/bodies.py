@@ -15,7 +15,6 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jln import _explain
-from jln._core.policies import keeps_products_alone, kept_by
 from jln._fuse.calls import Options
 from jln._fuse.graph import Graph, Node, bind
 from jln._fuse.rewriting import Finding, rewrite
@@ -102,12 +101,7 @@ def _bind(equation: Any, operands: Sequence[Any], options: Options, findings: li
     # One that is differentiated stays: it is what backward makes again, which `jax.checkpoint` would not say of it.
     if primitive.name in CHECKPOINTS and isinstance(params.get("jaxpr"), Jaxpr) and not params.get("differentiated"):
         body = ClosedJaxpr(params["jaxpr"], ())
-        policy = params["policy"]
-        options = options._replace(
-            is_checkpointed=True,
-            keeps_products=kept_by(policy)["products"],
-            remat=keeps_products_alone(policy) and not options.forward_mode,
-        )
+        options = options._replace(is_checkpointed=True, policy=params["policy"])
 
         def function(*arrays: Any) -> Any:
             return evaluate(body, arrays, options, findings)

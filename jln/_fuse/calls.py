@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jln import _operators
+from jln._checks import promote
 from jln._fuse.certificate import Constants
-from jln._fuse.graph import Value
+from jln._fuse.graph import Node, Value, bind
 from jln._fuse.junctions import Addition, Junction
 from jln._fuse.linears import Linear
 from jln._fuse.norms import Norm
@@ -22,27 +23,34 @@ OPERATORS = {name: getattr(_operators, name) for name in _operators.__all__}
 class Options(NamedTuple):
     """Options of `fuse`, and where the program is.
 
-    is_checkpointed: whether it is the body of a `jax.checkpoint`, of which backward makes again what is not kept.
-    keeps_products: whether that keeps products. remat: whether that keeps them alone, so that Linears' operators make
-      again what is normalised.
+    is_checkpointed: whether it is the body of a `jax.checkpoint`, of which backward makes again what its policy does
+      not keep.
     """
 
     linears: bool = False
     implementation: str | None = None
     forward_mode: bool = False
     is_checkpointed: bool = False
-    keeps_products: bool = False
-    remat: bool = False
+    policy: Any = None
 
 
 class Operand(NamedTuple):
-    """An array of the program as an operator takes it: reshaped to `shape`, or with one of its axes in front."""
+    """An array of the program as an operator takes it: reshaped to `shape`, or with one of its axes in front.
+
+    factor: a number to multiply it with, in float32 or wider. constraint: a sharding constraint that it is given.
+    """
 
     value: Value
     shape: tuple[int, ...] | None = None
     axis_in_front: int = 0
+    factor: float = 1.0
+    constraint: Node | None = None
 
     def of(self, array: Any) -> Any:
+        if self.constraint is not None:
+            (array,) = bind(self.constraint.equation, [array])
+        if self.factor != 1:
+            array = array.astype(promote(array.dtype, jnp.float32)) * self.factor
         if self.axis_in_front:
             array = jnp.moveaxis(array, self.axis_in_front, 0)
         return array if self.shape is None or array.shape == self.shape else array.reshape(self.shape)
@@ -89,11 +97,13 @@ def call_of(
     constants: Constants,
     *,
     linears: Sequence[Linear] = (),
+    remat: bool = False,
     hands_on: bool = False,
 ) -> Call:
     """The call of the operator for a norm, the sum in front of it or behind it, and what `fuse` was told.
 
-    linears: the products behind it. hands_on: whether x is a result, too.
+    linears: the products behind it. remat: of an operator with these, as of `layer_norm_linear`. hands_on: whether x is
+      a result, too.
     """
     kind = "layer_norm" if norm.centres else "rms_norm"
     options: dict[str, Any] = {"epsilon": norm.epsilon}
@@ -102,9 +112,12 @@ def call_of(
     if program.forward_mode:
         options["forward_mode"] = True
     in_front = None if junction is None else junction.in_front
-    if linears and program.remat and in_front is None:
-        options["remat"] = True
-    if not linears:
+    x = norm.x if junction is None else junction.x
+    if linears:
+        options |= {"remat": True} if remat else {}
+        options |= {"dtype": linears[0].z.dtype} if linears[0].z.dtype != x.dtype else {}
+        options |= {"precision": linears[0].precision} if linears[0].precision is not None else {}
+    else:
         options |= {"axis": tuple(a - norm.x.ndim for a in norm.features), "dtype": norm.y.dtype}
     scales = {"scale": norm.scale}
     if in_front is not None:
@@ -113,11 +126,18 @@ def call_of(
     if around_zero and all(p is not None for p in around_zero.values()):
         options["zero_centered_scale"] = True
         scales |= around_zero
-    operands: dict[str, Any] = {"x": Operand(norm.x if junction is None else junction.x)}
+    constraint = linears[0].constraint if linears else None
+
+    def rows(value: Value) -> Operand:
+        """An operand of rows, with the constraint of the norm's result, which no operator with Linears has."""
+        is_free = value.operation != "sharding_constraint" and value.shape == norm.y.shape
+        return Operand(value, constraint=constraint if is_free else None)
+
+    operands: dict[str, Any] = {"x": rows(x)}
     name = kind
     if junction is not None:
         name = f"add_{kind}" if in_front is None else f"{kind}_add_{kind}"
-        operands["residual"] = Operand(junction.residual)
+        operands["residual"] = rows(junction.residual)
     elif addition is not None:
         name = f"{kind}_add"
         options["dtype"] = addition.y.dtype
@@ -128,7 +148,7 @@ def call_of(
     elif norm.z is not None:
         name = f"{kind}_gated"
     operands |= {n: _parameter(p, norm) for n, p in scales.items()}
-    if norm.centres:
+    if norm.centres or norm.offset is not None:
         operands["offset"] = _parameter(norm.offset, norm)
     if norm.z is not None:
         operands["z"] = Operand(norm.z)
@@ -149,13 +169,14 @@ def _parameter(parameter: Parameter | None, norm: Norm) -> Operand | None:
         return None
     features = [a - norm.x.ndim for a in norm.features]
     is_shared = parameter.size == math.prod(norm.x.shape[a] for a in features)
-    return Operand(parameter.source, tuple(parameter.shape[a] for a in features) if is_shared else parameter.shape)
+    shape = tuple(parameter.shape[a] for a in features) if is_shared else parameter.shape
+    return Operand(parameter.source, shape, factor=parameter.factor)
 
 
 def _around_zero(scale: Parameter, constants: Constants) -> Parameter | None:
     """The array a of a scale 1 + a; None of another one."""
     source = plus(scale.source, 1.0, constants)
-    if source is None:
+    if source is None or scale.factor != 1:
         return None
     inner = peel(source, constants)
     if inner.shape == scale.shape or len(inner.shape) == len(scale.shape):

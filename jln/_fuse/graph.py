@@ -6,10 +6,13 @@ taken out: what a replacement leaves without a reader is not run, and what someo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 # Of these equal ones are merged: cheap, pure, and the same wherever they stand.
@@ -109,6 +112,10 @@ class Graph:
             if is_plain_jit(equation):
                 inner = equation.params["jaxpr"]
                 results = self._added(inner.jaxpr, inner.consts, operands, (*within, equation))
+            elif (steps := _multiplication(equation)) is not None:
+                results = self._added(steps.jaxpr, steps.consts, operands, within)
+                # Looked at as a multiplication, and run as it was written where nothing takes its place.
+                self.replace(results, operands, functools.partial(_run, equation))
             else:
                 results = self._node(equation, operands, within).outputs
             values |= dict(zip(equation.outvars, results, strict=True))
@@ -242,6 +249,38 @@ class Graph:
                 assert node not in entered, "the rewritten program has a circle"
                 entered.add(node)
                 stack += missing
+
+
+def _multiplication(equation: Any) -> ClosedJaxpr | None:
+    """A product without a sum, of an array with one that has no other axes than it, as a multiplication; else None.
+
+    So is a scale in `einsum("...k,k->...k", y, scale)`.
+    """
+    if equation.primitive.name != "dot_general":
+        return None
+    (contracted, _), batch = equation.params["dimension_numbers"]
+    avals = [v.aval for v in equation.invars]
+    small = next((i for i in (1, 0) if len(batch[i]) == avals[i].ndim), None)
+    if contracted or small is None or not all(jax.dtypes.issubdtype(a.dtype, np.floating) for a in avals):
+        return None
+    (result,) = (v.aval for v in equation.outvars)
+    axes = batch[1 - small]  # those of the other array along which the small one lies
+
+    def multiply(*arrays: Any) -> Any:
+        full, factor = (lax.convert_element_type(arrays[i], result.dtype) for i in (1 - small, small))
+        order = [*axes, *(a for a in range(full.ndim) if a not in axes)]
+        factor = lax.transpose(factor, batch[small])
+        ascending = sorted(range(len(axes)), key=axes.__getitem__)
+        factor = lax.broadcast_in_dim(lax.transpose(factor, ascending), full.shape, sorted(axes))
+        return lax.transpose(full * factor, order)
+
+    steps = jax.make_jaxpr(multiply)(*avals)
+    eqns = [e.replace(source_info=equation.source_info, ctx=equation.ctx) for e in steps.jaxpr.eqns]
+    return ClosedJaxpr(steps.jaxpr.replace(eqns=eqns), steps.consts)
+
+
+def _run(equation: Any, *operands: Any) -> Sequence[Any]:
+    return bind(equation, operands)
 
 
 def is_plain_jit(equation: Any) -> bool:

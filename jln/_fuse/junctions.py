@@ -12,6 +12,7 @@ from jln._checks import promote
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Value
 from jln._fuse.norms import Norm
+from jln._fuse.readers import hands_on, readers
 from jln._fuse.regions import Parameter, peel, widens
 
 Gate = Parameter | float | None
@@ -81,12 +82,12 @@ class _Finder:
                 yield term.rank, Junction(total, term.x, residual, outer or term.x_bias, term.gate, term.in_front)
 
     def _total(self) -> Value:
-        """The value that the norm's x is: behind a sharding constraint, and behind a reshape of rows."""
+        """The value that the norm's x is: behind a sharding constraint, a name, a copy and a reshape of rows."""
         value = self.norm.x
-        while value.operation in ("reshape", "reshard", "sharding_constraint") and value.maker is not None:
+        while value.maker is not None and (value.operation in ("reshape", "reshard") or hands_on(value.maker)):
             source = value.maker.inputs[0]
             # A constraint is of axes that are Auto. Of others the type tells how they are split.
-            is_same = value.operation == "sharding_constraint" or source.aval == value.aval
+            is_same = value.operation != "reshard" or source.aval == value.aval
             if not (self._keeps_features(source) if value.operation == "reshape" else is_same):
                 break
             value = source
@@ -186,6 +187,7 @@ class _Finder:
         return (
             not (other.centres or norm.centres)
             and other.z is None
+            and (other.offset, norm.offset) == (None, None)
             and other.epsilon == norm.epsilon
             and other.features == norm.features
             and other.x.shape == norm.x.shape
@@ -201,12 +203,10 @@ class Addition(NamedTuple):
 
 def addition_of(graph: Graph, norm: Norm, constants: Constants) -> Addition | None:
     """The sum behind a norm of the branch alone; None where there is none that an operator takes."""
-    y = norm.y
-    while graph.is_read_once(y) and widens(wider := y.readers[0].output):
-        y = wider
-    if norm.z is not None or not graph.is_read_once(y) or y.readers[0].operation != "add":
+    found = readers(graph, norm.y, lambda node: hands_on(node) or widens(node.output))
+    y, node = found.ends[0] if len(found.ends) == 1 else (norm.y, None)
+    if norm.z is not None or node is None or node.operation != "add":
         return None
-    node = y.readers[0]
     residual = next((v for v in node.inputs if v is not y), y)
     is_full = residual.shape == y.shape and peel(residual, constants).size == y.size
     if residual is y or not is_full or promote(norm.x.dtype, residual.dtype) != node.output.dtype:

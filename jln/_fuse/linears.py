@@ -14,24 +14,31 @@ import jax
 from jax import Array, lax
 
 from jln._checks import promote
+from jln._core.policies import keeps
 from jln._fuse.certificate import FLOATS, Constants
 from jln._fuse.graph import Graph, Node, Value, bind
 from jln._fuse.norms import Norm
+from jln._fuse.readers import casts, hands_on, readers
 from jln._fuse.regions import Parameter, peel
 
 
 class Linear(NamedTuple):
     """A product that reads a norm's result over its last axis, and the bias behind.
 
-    y: the product's result, with the bias if there is one. kernel: [.., H, ..], with H at `axis`. bias: of the shape of
-      the features. is_kernel_first: whether features stand in front of rows in y.
+    y: the product's result, with the bias if there is one. z: the norm's result as the product reads it. kernel:
+      [.., H, ..], with H at `axis`. bias: of the shape of the features. is_kernel_first: whether features stand in
+      front of rows in y. precision: the product's own; None for JAX's default. constraint: the node of a constraint of
+      shardings between norm and product.
     """
 
     y: Value
+    z: Value
     kernel: Value
     axis: int
     bias: Parameter | None
     is_kernel_first: bool
+    precision: Any
+    constraint: Node | None = None
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -40,41 +47,46 @@ class Linear(NamedTuple):
 
 def linears_of(graph: Graph, norm: Norm, constants: Constants) -> list[Linear] | str:
     """The Linears that read the norm's result; or why it is kept all the same, in a few words."""
-    y = norm.y
-    if norm.features != (y.ndim - 1,):
+    if norm.features != (norm.y.ndim - 1,):
         return "another axis than the last is normalised"
-    if graph.is_result(y) or not y.readers:
-        return "its result is one of the function's"
-    linears = []
-    for node in y.readers:
-        linear = _linear(graph, norm, node, constants)
+    linears: list[Linear] = []
+    found = readers(graph, norm.y, casts)
+    for z, node in found.ends:
+        if node is None:
+            return "its result is one of the function's"
+        linear = _linear(graph, z, node, constants)
         if isinstance(linear, str):
             return linear
         linears.append(linear)
-    return linears
+    if len({(p.precision, p.z.dtype) for p in linears}) > 1:
+        return "its products are in several dtypes or precisions"
+    constraint = next((n for n in found.between if n.operation == "sharding_constraint"), None)
+    return [p._replace(constraint=constraint) for p in linears] or "nothing reads its result"
 
 
-def _linear(graph: Graph, norm: Norm, node: Node, constants: Constants) -> Linear | str:
-    y, last = norm.y, norm.y.ndim - 1
+def _linear(graph: Graph, z: Value, node: Node, constants: Constants) -> Linear | str:
+    last = z.ndim - 1
     if node.operation != "dot_general":
         return f"{node.operation} reads its result"
     if node.inputs[0] is node.inputs[1]:
         return "a product of its result with itself reads it"
-    is_first = node.inputs[0] is y
+    is_first = node.inputs[0] is z
     kernel = node.inputs[1] if is_first else node.inputs[0]
     axes, batch = node.params["dimension_numbers"]
     (mine, its), is_batched = axes if is_first else axes[::-1], bool(batch[0])
     if is_batched or tuple(mine) != (last,) or kernel.ndim < 2:
         return "a product reads its result that is no Linear's"
-    if node.params["precision"] is not None:
-        return "a product has a precision"
+    precision = node.params["precision"]
+    if isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return "a product has an algorithm"
+    if {precision} <= {None, (lax.Precision.DEFAULT,) * 2}:
+        precision = None
     if node.params.get("out_sharding") is not None:
         return "a product says how its result is sharded"
     if kernel.dtype.name not in FLOATS:
         return f"a Linear's kernel is in {kernel.dtype.name}"
-    product = promote(norm.x.dtype, kernel.dtype)
-    if not node.output.dtype == y.dtype == product:
-        return f"a Linear is in {node.output.dtype.name}, of {y.dtype.name}; jln's would be in {product.name}"
+    if z.dtype.name not in FLOATS or not node.output.dtype == z.dtype == promote(z.dtype, kernel.dtype):
+        return f"a Linear of {z.dtype.name} and {kernel.dtype.name} is in {node.output.dtype.name}"
     result, bias = node.output, None
     if is_first and graph.is_read_once(result) and (adding := result.readers[0]).operation == "add":
         other = adding.inputs[1] if adding.inputs[0] is result else adding.inputs[0]
@@ -89,13 +101,13 @@ def _linear(graph: Graph, norm: Norm, node: Node, constants: Constants) -> Linea
             and parameter.size == math.prod(features)
         ):
             result, bias = adding.output, Parameter(parameter.source, features)
-    return Linear(result, kernel, int(its[0]), bias, not is_first)
+    return Linear(result, z, kernel, int(its[0]), bias, not is_first, precision)
 
 
 # Equations of which backward needs nothing that they read.
 _LINEAR = {
     *("add", "add_any", "sub", "neg", "convert_element_type", "reshape", "transpose", "reduce_sum", "broadcast_in_dim"),
-    *("slice", "concatenate", "squeeze", "split", "copy", "sharding_constraint"),
+    *("slice", "concatenate", "squeeze", "split"),
 }
 
 
@@ -116,19 +128,39 @@ class Product(NamedTuple):
 
 def products_of(graph: Graph, y: Value) -> list[Product]:
     """The products of a norm's result; none where something else needs the result in backward, too."""
-    products, values = [], [y]
-    for v in values:
-        if graph.is_result(v):
+    products = []
+    for value, node in readers(graph, y, casts).ends:
+        if node is None or not (is_product(node) or node.operation in _LINEAR):
             return []
-        for node in v.readers:
-            if node.operation == "dot_general" and node.inputs[0] is not node.inputs[1]:
-                is_first = node.inputs[0] is v
-                products.append(Product(node, node.inputs[1 if is_first else 0], is_first))
-            elif node.operation not in _LINEAR:
-                return []
-            elif node.operation == "convert_element_type":
-                values.append(node.output)
+        if is_product(node):
+            is_first = node.inputs[0] is value
+            products.append(Product(node, node.inputs[1 if is_first else 0], is_first))
     return [] if any(graph.depends(p.other, [y]) for p in products) else products
+
+
+def is_product(node: Node) -> bool:
+    """True of a product of two arrays."""
+    return node.operation == "dot_general" and node.inputs[0] is not node.inputs[1]
+
+
+def keeps_by_name(policy: Any, graph: Graph, value: Value) -> bool:
+    """True where a policy of `jax.checkpoint` keeps by name what is made of a value, so that it is not made again.
+
+    A policy knows a name alone, not what the name is of: only the program does.
+    """
+    values = [value]
+    for v in values:
+        if graph.is_result(v) or not v.readers:
+            return False
+        for node in v.readers:
+            if node.operation == "name" and keeps(policy, node.equation):
+                continue
+            others = [a for a in node.inputs if a is not v]
+            is_scaled = node.operation == "mul" and len(others) == 1 and not graph.depends(others[0], [v])
+            if not (is_scaled or hands_on(node) or node.operation in _LINEAR):
+                return False
+            values += [a for a in node.outputs if a not in values]
+    return True
 
 
 def make_again(products: Sequence[Product], again: Callable[..., Array]) -> Callable[..., list[Array]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +54,7 @@ def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]
         if not axes or node in used:
             continue
         why = None
-        for x in _origins(node.inputs[0]):
+        for x in _origins(node.inputs[0], constants):
             if x.dtype.name not in FLOATS or math.prod(x.shape[a] for a in axes) < FEWEST:
                 continue
             region = Region(x, node, axes, constants)
@@ -67,7 +67,7 @@ def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]
                 break
             why = why or region.why_none()
         else:
-            if why is not None and _is_of_squares(node):
+            if why is not None and _is_of_squares(node, constants):
                 misses.append(Miss(node, why))
     return norms, [m for m in misses if m.node not in used]
 
@@ -83,28 +83,37 @@ def _summed_axes(node: Node) -> tuple[int, ...]:
     return ()
 
 
-def _is_of_squares(node: Node) -> bool:
-    return node.operation == "dot_general" or any(v.operation in _SQUARES for v in _origins(node.inputs[0]))
+def _is_of_squares(node: Node, constants: Constants) -> bool:
+    values = _origins(node.inputs[0], constants)
+    return node.operation == "dot_general" or any(_root(v, constants) is not None for v in values)
 
 
-_SQUARES = ("square", "integer_pow", "mul")
+def _root(value: Value, constants: Constants) -> Value | None:
+    """The array whose square, or other whole power, the value is; else None."""
+    node = value.maker
+    if node is None:
+        return None
+    is_power = (
+        node.operation in ("square", "integer_pow")
+        or (node.operation == "mul" and node.inputs[0] is node.inputs[1])
+        or (node.operation == "pow" and constants.number(node.inputs[1]) == 2)
+    )
+    return node.inputs[0] if is_power else None
 
 
-def _origins(value: Value) -> list[Value]:
+def _origins(value: Value, constants: Constants) -> list[Value]:
     """The values that a sum may be of: the furthest first, x in front of its float32 copy and of its square.
 
     Not in front of a float64 copy, as operators compute in float64 only what comes in it.
     """
     chain = [value]
     while True:
-        node = value.maker
-        if node is None or node.operation not in ("square", "integer_pow", "mul", "convert_element_type"):
+        source = _root(value, constants)
+        if source is None and value.maker is not None and widens(value) and value.dtype != np.float64:
+            source = value.maker.inputs[0]
+        if source is None:
             return chain[::-1]
-        if node.operation == "mul" and node.inputs[0] is not node.inputs[1]:
-            return chain[::-1]
-        if node.operation == "convert_element_type" and (not widens(value) or value.dtype == np.float64):
-            return chain[::-1]
-        chain.append(value := node.inputs[0])
+        chain.append(value := source)
 
 
 def _norms_in(region: Region, graph: Graph) -> Iterator[Norm]:
@@ -125,14 +134,15 @@ def _norms_in(region: Region, graph: Graph) -> Iterator[Norm]:
         if any(y is n.y or y.maker in n.nodes for n in chosen):
             continue
         nodes = region.makers(y)
-        if z is not None and any(_is_read_outside(graph, other, nodes) for other in results):
-            continue  # the norm in front of the gate would be made twice
+        if (z is not None or c.factor != 1) and any(_is_read_outside(graph, other, nodes) for other in results):
+            continue  # the norm in front of the gate, or of the factor, would be made twice
         before = y.maker.inputs[0] if y.maker is not None else y
         if y.operation == "convert_element_type" and before.maker in nodes and not graph.is_read_once(before):
             # Who else reads the wide result would have it made again: then all read it.
             wide = c._replace(place=region.nodes.index(before.maker))
             if wide in certificates and not widens(before):
                 y, nodes = before, nodes - {y.maker}
+        scale, offset = (None if p is None else p._replace(factor=c.factor) for p in (scale, offset))
         chosen.append(Norm(region.x, y, region.features, c.epsilon, c.centres, scale, offset, z, nodes))
     yield from chosen
 
@@ -181,12 +191,16 @@ class Roles(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """A certificate that a node of a region makes a norm. place: the node's, among the region's nodes."""
+    """A certificate that a node of a region makes a norm, times a factor.
+
+    place: the node's, among the region's nodes.
+    """
 
     place: int
     epsilon: float
     centres: bool
     roles: Roles
+    factor: float = 1.0
 
 
 # What is certified of a region, by its structure: the layers of a model have one. It is forgotten when it is too much.
@@ -199,7 +213,9 @@ def _certify(region: Region, order: dict[Parameter, int]) -> tuple[Certificate, 
     if structure not in _remembered:
         if len(_remembered) >= 4096:
             _remembered.clear()
-        _remembered[structure] = tuple(_certificates(region, order))
+        certificates = tuple(_certificates(region, order))
+        # What is a multiple of a norm alone, such as a row of length 1, is none.
+        _remembered[structure] = certificates if any(c.factor == 1 for c in certificates) else ()
     return _remembered[structure]
 
 
@@ -219,8 +235,8 @@ def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[Certi
     leaves = {v: values[order[p]] for v, p in region.leaves.items() if order[p] in values}
     h = math.prod(x.shape[a] for a in features)
     constants = {region.constants.number(v) for n in region.nodes for v in n.inputs}
-    small = sorted(c for c in constants if c is not None and 0 < c < 0.1)
-    epsilons = dict.fromkeys((0.0, *small, *(c / h for c in small)))
+    positive = sorted(c for c in constants if c is not None and 0 < c < math.inf)
+    epsilons = dict.fromkeys((0.0, *positive, *(c / h for c in positive)))
     draws = [size * drawn(shape, 0) for size in SIZES]
     exact = (1 / h, math.sqrt(h), 1 / math.sqrt(h))
     counted: set[Node] = set()
@@ -236,13 +252,36 @@ def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[Certi
             continue
         for centres, epsilon, roles in itertools.product((False, True), epsilons, _roles(numbers, region, parameters)):
             arrays = [None if i is None else values[i] for i in roles]
-            if _has_operator(centres, roles) and all(
-                agree(result[y], _formula(rows, features, epsilon, centres, *arrays))
-                for result, rows in zip(results, draws, strict=True)
-            ):
+            if not _has_operator(centres, roles):
+                continue
+            wanted = (_formula(rows, features, epsilon, centres, *arrays) for rows in draws)
+            if factor := _factor([result[y] for result in results], wanted, has_scale=roles.scale is not None):
                 place = next(i for i, n in enumerate(region.nodes) if n is y.maker)
-                yield Certificate(place, epsilon, centres, roles)
+                yield Certificate(place, epsilon, centres, roles, factor)
                 break
+
+
+def _factor(got: Sequence[np.ndarray], wanted: Iterable[np.ndarray], *, has_scale: bool) -> float | None:
+    """The one number by which all arrays are multiples of the wanted ones; None where there is none.
+
+    has_scale: whether a scale could take another number than 1.
+    """
+    factor = None
+    for a, b in zip(got, wanted, strict=True):
+        if factor is None:
+            factor = _ratio(a, b) if has_scale else 1.0
+            factor = 1.0 if abs(factor - 1) < 1e-9 else factor
+        if not (np.isfinite(factor) and factor != 0 and agree(a, factor * b)):
+            return None
+    return factor
+
+
+def _ratio(a: np.ndarray, b: np.ndarray) -> float:
+    """The ratio of two arrays where the second is largest; 1 where that is not to be told."""
+    if a.shape != b.shape or not np.isfinite(b).all() or not b.any():
+        return 1.0
+    largest = np.unravel_index(np.argmax(np.abs(b)), b.shape)
+    return float(a[largest] / b[largest])
 
 
 def _squares(rows: np.ndarray, features: tuple[int, ...]) -> list[np.ndarray]:
@@ -271,8 +310,8 @@ def _roles(numbers: Sequence[int], region: Region, parameters: Sequence[Paramete
 
 
 def _has_operator(centres: bool, roles: Roles) -> bool:
-    """False for an RMSNorm with an offset and for a gated LayerNorm, whose last steps are left to XLA."""
-    return (roles.gate if centres else roles.offset) is None
+    """False for a gated LayerNorm, and for a gated RMSNorm with an offset, whose last steps are left to XLA."""
+    return roles.gate is None or not (centres or roles.offset is not None)
 
 
 def _formula(

@@ -19,10 +19,14 @@ MOST_RESULTS, MOST_PARAMETERS, MOST_STEPS_BACK = 16, 3, 48
 
 
 class Parameter(NamedTuple):
-    """An array that a value repeats. shape: of the value's rank, with 1 on the axes along which it is repeated."""
+    """An array that a value repeats, times a factor.
+
+    shape: of the value's rank, with 1 on the axes along which it is repeated.
+    """
 
     source: Value
     shape: tuple[int, ...]
+    factor: float = 1.0
 
     @property
     def size(self) -> int:
@@ -127,9 +131,13 @@ class Region:
             return "statistics are read through stop_gradient"
         roots = [n for n in self.nodes if n.operation in ("rsqrt", "sqrt", "pow")]
         # Where the root is of something else than a row's statistic there is no norm to miss.
-        if not any(n.output.size * math.prod(self.x.shape[a] for a in self.features) == self.x.size for n in roots):
-            reasons = [why for n, why in self.blocks if why in _NEARLY and n.output.size < self.x.size]
-            return f"{reasons[0]} in the statistics" if reasons and not roots else None
+        rows = self.x.size // math.prod(self.x.shape[a] for a in self.features)
+        is_of_rows = any(n.output.size == rows for n in roots)
+        reasons = [why for n, why in self.blocks if why in _NEARLY and n.output.size == rows]
+        if reasons and (not roots or (is_of_rows and not self.candidates)):
+            return f"{reasons[0]} in the statistics"
+        if not is_of_rows:
+            return None
         if any(p.size == 1 for of in self.parameters.values() for p in of):
             return "epsilon is an argument"
         if not self.candidates:

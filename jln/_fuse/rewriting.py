@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jln._core.policies import keeps_products_alone, kept_by
 from jln._fuse.calls import Options, call_of, results_of
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
-from jln._fuse.linears import Linear, linears_of, make_again, products_of
+from jln._fuse.linears import Linear, is_product, keeps_by_name, linears_of, make_again, products_of
 from jln._fuse.norms import Norm, norms_of
+from jln._fuse.readers import readers, shapes
 from jln._fuse.regions import Parameter
 from jln._junction.arguments import groups_of
 from jln._junction.linears.tiles import FUSED_FEATURES
@@ -39,12 +41,12 @@ _ELEMENTWISE = {
     *("tanh", "logistic", "erf", "sin", "cos", "abs", "sign", "select_n", "slice", "split", "concatenate", "pad"),
     *("broadcast_in_dim", "squeeze", "expand_dims", "reduce_sum", "reduce_max", "stop_gradient"),
 }
-_SCALED = ("mul", "div", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims")
 # An RMSNorm that no product reads is better left to XLA, which makes one kernel of it and what is behind: 8192 x 4096
 # with a sum in front and a square behind move 472 MB, with an operator 814. A LayerNorm's operator is better all the
 # same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is in front of a rotation (two blocks of a Llama 13.34 GB,
 # for 13.43), and of products in eight bits: with Flax's a Llama's move 19.8 and would 20.3, a GPT's 20.9, for 21.8.
 _IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads in its own dtype XLA makes better, with what is behind"
+_IS_READ_FAR_FROM_A_PRODUCT = "{} stands between the norm and its product: an RMSNorm XLA makes better, with that"
 _IS_BETTER_ALL_THE_SAME = "products read it in eight bits alone, and a LayerNorm's operator is better all the same"
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
 # better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
@@ -89,23 +91,26 @@ def _parameters(norm: Norm, junction: Junction | None) -> list[Parameter]:
 
 def _is_read_by_a_product(graph: Graph, y: Value) -> bool:
     """True of a result, and where a product reads the value, its copy or its reshape, or what is not known."""
-    if graph.is_result(y):
-        return True
-    for node in y.readers:
-        if node.operation in ("convert_element_type", "reshape", "transpose"):
-            if not _is_quantised(node.output) and _is_read_by_a_product(graph, node.output):
-                return True
-        elif node.operation not in _ELEMENTWISE and not _quantises(node, y):
-            return True
-    return False
+    found = readers(graph, y, lambda node: shapes(node) and not _is_quantised(node.output))
+    return any(
+        node is None or not (node.operation in _ELEMENTWISE or _is_quantised(node.output) or _quantises(node, value))
+        for value, node in found.ends
+    )
+
+
+def _why_no_product(graph: Graph, y: Value) -> str:
+    """The reason why an RMSNorm that no product reads is left."""
+    behind = readers(graph, y, lambda node: shapes(node) or node.operation in _ELEMENTWISE)
+    between = [n.operation for n in behind.between if not shapes(n)]
+    is_read = any(node is not None and is_product(node) for _, node in behind.ends)
+    return _IS_READ_FAR_FROM_A_PRODUCT.format(between[0]) if is_read and between else _IS_READ_BY_NO_PRODUCT
 
 
 def _is_read_in_eight_bits(graph: Graph, y: Value) -> bool:
     """True where functions read the value, scaled or reshaped, in eight bits, and no product in its own dtype."""
-    values = [y]
-    for v in values:
-        values += [node.output for node in v.readers if node.operation in _SCALED and node.output not in values]
-    return any(_quantises(node, v) for v in values for node in v.readers) and not _is_read_by_a_product(graph, y)
+    found = readers(graph, y, lambda node: shapes(node) or node.operation in ("mul", "div", "broadcast_in_dim"))
+    quantised = any(node is not None and _quantises(node, value) for value, node in found.ends)
+    return quantised and not _is_read_by_a_product(graph, y)
 
 
 def _quantises(node: Node, y: Value) -> bool:
@@ -125,6 +130,8 @@ def _is_quantised(value: Value) -> bool:
 class _Rewriting:
     def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
         self.graph, self.options, self.constants = graph, options, constants
+        self.keeps_products = options.is_checkpointed and kept_by(options.policy)["products"]
+        self.keeps_products_alone = options.is_checkpointed and keeps_products_alone(options.policy)
         self.junctions: dict[Value, Junction] = {}  # by their norm's y
         by_kernels = [n for n in norms if _without_kernels(n) is None]
         by_result = {n.y: n if n in by_kernels else None for n in norms}
@@ -151,13 +158,13 @@ class _Rewriting:
         is_in_front = junction is not None and junction.in_front is not None
         if why := _without_kernels(norm):
             return why
-        if options.keeps_products and _is_read_in_eight_bits(self.graph, norm.y):
+        if self.keeps_products and _is_read_in_eight_bits(self.graph, norm.y):
             return _IS_MADE_AGAIN
         if norm.centres or norm.z is not None or is_in_front:
             return None
         if options.is_checkpointed:
-            if options.keeps_products:
-                is_better = options.remat and bool(self._linears(norm, junction, None)[0])
+            if self.keeps_products or self._keeps_by_name(norm):
+                is_better = bool(self._linears(norm, junction, None)[0])
             else:
                 is_better = junction is not None or self._hands_on(norm)
             if not is_better:
@@ -166,7 +173,7 @@ class _Rewriting:
             return None
         addition = addition_of(self.graph, norm, self.constants) if junction is None else None
         is_taken = addition is not None and not _is_read_in_eight_bits(self.graph, addition.y)
-        return None if is_taken else _IS_READ_BY_NO_PRODUCT
+        return None if is_taken else _why_no_product(self.graph, norm.y)
 
     def _hands_on(self, norm: Norm) -> bool:
         """True where a norm without a sum hands on x, for those that read it behind: in a checkpoint's body."""
@@ -196,7 +203,8 @@ class _Rewriting:
         if norm.centres and _is_read_in_eight_bits(self.graph, norm.y):
             why = _IS_BETTER_ALL_THE_SAME
         hands_on = junction is None and self._hands_on(norm)
-        call = call_of(norm, junction, addition, self.options, self.constants, linears=linears, hands_on=hands_on)
+        how: Any = {"linears": linears, "remat": self._remakes(junction, linears), "hands_on": hands_on}
+        call = call_of(norm, junction, addition, self.options, self.constants, **how)
         results = [norm.y] if addition is None else [addition.y]
         if linears:
             results = [p.y for p in linears]
@@ -223,8 +231,7 @@ class _Rewriting:
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""
-        remat = self.options.remat and (junction is None or junction.in_front is None)
-        if not (self.options.linears or remat):
+        if not (self.options.linears or self.options.is_checkpointed):
             return [], ""
         if norm.z is not None or addition is not None:
             return [], "its operator has no Linears"
@@ -235,7 +242,24 @@ class _Rewriting:
         parameters = [p.kernel for p in linears] + [p.bias.source for p in linears if p.bias is not None]
         if any(self.graph.depends(v, results) for v in parameters):
             return [], "a Linear's kernel is made of its result"
+        if self.options.linears:
+            return linears, ""
         features = sum(math.prod(p.features) for p in linears)
-        if not self.options.linears and features <= FUSED_FEATURES.get(linears[0].y.dtype.name, (0,))[0]:
+        if self.keeps_products_alone and features <= FUSED_FEATURES.get(linears[0].y.dtype.name, (0,))[0]:
             return [], "few features are one kernel's, which the jax.checkpoint would not know as a product"
-        return linears, ""
+        return (linears, "") if self._remakes(junction, linears) else ([], "")
+
+    def _remakes(self, junction: Junction | None, linears: Sequence[Linear]) -> bool:
+        """True where the Linears' operator makes again what is normalised: a checkpoint keeps the products alone."""
+        is_taken = not self.options.forward_mode and (junction is None or junction.in_front is None)
+        return bool(linears) and is_taken and (self.keeps_products_alone or self._keep_by_name(p.y for p in linears))
+
+    def _keeps_by_name(self, norm: Norm) -> bool:
+        """True in a checkpoint that keeps the products of a norm by names behind them."""
+        ends = readers(self.graph, norm.y, shapes).ends
+        return self._keep_by_name(node.output for _, node in ends if node is not None and is_product(node))
+
+    def _keep_by_name(self, values: Iterable[Value]) -> bool:
+        options, values = self.options, list(values)
+        is_named = options.is_checkpointed and options.policy is not None and bool(values)
+        return is_named and all(keeps_by_name(options.policy, self.graph, v) for v in values)

@@ -179,7 +179,7 @@ class Norm:
 class Junction:
     """An operator's static arguments, as its rules need them.
 
-    y_dtype: a dtype's name; None with Linears, whose results have that of their products, but for z in eight bits.
+    y_dtype: a dtype's name; with Linears, whose results have that of their products, z's, or None where that is x's.
     gives_total: whether total is a result. Without a residual it is x itself, and what its readers pull back comes to
       the backward operation.
     precision: of the products, as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has.

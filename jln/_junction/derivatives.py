@@ -39,15 +39,14 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
         if junction.eight_bits:
             return _norm_in_eight_bits(junction, operands, dtypes)
         return forward(operands, norm, dtypes, implementation=junction.implementation)
-    products = linears.product_dtypes(operands)
     if junction.eight_bits:
         z = _norm_in_eight_bits(junction, operands._replace(kernel=None, bias=None), dtypes)
-        y = eight_bits.forward(z, operands, junction, products)
+        y = eight_bits.forward(z, operands, junction, linears.product_dtypes(operands, junction))
         if junction.by_cudnn:  # no policy knows such a product
             y = tuple(checkpoint_name(a, PRODUCT) for a in y)
         scale = None if z.y_scale is None else z.y_scale.reshape((1,) * operands.x.ndim)
         return z._replace(y=y, block_scale=None, y_scale=scale)
-    dtypes = dtypes._replace(y=products)
+    dtypes = dtypes._replace(y=linears.product_dtypes(operands, junction))
     if not junction.in_one:
         return linears.forward(operands, junction, dtypes, 0, norms=norms_by(junction.implementation))
     results = forward_in_one(operands, junction, dtypes, implementation=junction.implementation)

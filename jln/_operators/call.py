@@ -60,7 +60,8 @@ def call(
         features = tuple(kernel.ndim - 1 for kernel in arrays.kernel)
         by_cudnn = in_eight_bits.get("eight_bits") == "blocks" and multiplies_blocks(target_chip())
         how: Any = {"precision": _checks.precision(precision), "by_cudnn": by_cudnn}
-        junction = Junction(statics, features=features, **how, **in_eight_bits)
+        how |= in_eight_bits or {"y_dtype": None if norm.dtype is None else _checks.dtype(norm.dtype, arrays.x.dtype)}
+        junction = Junction(statics, features=features, **how)
     junction = dataclasses.replace(
         junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
     )

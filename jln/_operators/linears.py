@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._checks import array
@@ -29,6 +30,7 @@ def layer_norm_linear(
     *,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     remat: bool = False,
     quantize: Quantize = None,
@@ -53,6 +55,7 @@ def layer_norm_linear(
         of such arrays, whose features and dtypes may differ.
       bias: `features`; any supported dtype. None: no bias. For a tuple of kernels a tuple, with an array or None for
         each, or None.
+      dtype: of `z`, for products in 16 bits of `x` in float32. None: that of `x`.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.
       remat: whether the backward pass makes a row's statistics, and with a residual the sum, again. For a
         `jax.checkpoint` that keeps the products and nothing of the norm. Not with `forward_mode`.
@@ -63,11 +66,11 @@ def layer_norm_linear(
       scale, offset, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
-      y: `[..., *features]`, in the promoted dtype of `x` and `kernel`; for a tuple of kernels a tuple of such arrays.
+      y: `[..., *features]`, in the promoted dtype of `z` and `kernel`; for a tuple of kernels a tuple of such arrays.
         With `Float8` of a given scale a `jln.Scaled`.
     """
     arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
-    norm = NormArguments(True, -1, epsilon, zero_centered_scale)
+    norm = NormArguments(True, -1, epsilon, zero_centered_scale, dtype)
     how: Any = {"precision": precision, "remat": remat, "quantize": quantize}
     return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)[0]
 
@@ -79,25 +82,27 @@ def rms_norm_linear(
     kernel: Kernels,
     bias: Biases = None,
     *,
+    offset: jax.Array | None = None,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     remat: bool = False,
     quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Products:
-    """Return `rms_norm(x, scale) @ kernel + bias`, normalising the last axis of `x`.
+    """Return `rms_norm(x, scale, offset=offset) @ kernel + bias`, normalising the last axis of `x`.
 
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, the result, what is kept and errors are
     those of `layer_norm_linear`.
 
     Args:
-      x, scale, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
-      epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
+      x, scale, kernel, bias, dtype, precision, remat, quantize: as of `layer_norm_linear`.
+      offset, epsilon, zero_centered_scale, implementation, forward_mode: as of `rms_norm`.
     """
-    arrays = Arrays(x=array("x", x), scale=scale)
-    norm = NormArguments(False, -1, epsilon, zero_centered_scale)
+    arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
+    norm = NormArguments(False, -1, epsilon, zero_centered_scale, dtype)
     how: Any = {"precision": precision, "remat": remat, "quantize": quantize}
     return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)[0]
 
@@ -115,6 +120,7 @@ def add_layer_norm_linear(
     gate: Gate = None,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     remat: bool = False,
     quantize: Quantize = None,
@@ -126,7 +132,7 @@ def add_layer_norm_linear(
     The sum and what is kept are those of `add_layer_norm`, errors those of `layer_norm_linear`.
 
     Args:
-      x, scale, offset, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
+      x, scale, offset, kernel, bias, dtype, precision, remat, quantize: as of `layer_norm_linear`.
       residual, x_bias, gate: as of `add_layer_norm`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
@@ -135,7 +141,7 @@ def add_layer_norm_linear(
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
     arrays = summands(x, residual, x_bias, gate)._replace(scale=scale, offset=offset)
-    norm = NormArguments(True, -1, epsilon, zero_centered_scale)
+    norm = NormArguments(True, -1, epsilon, zero_centered_scale, dtype)
     how: Any = {"gives_total": True, "precision": precision, "remat": remat, "quantize": quantize}
     return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)
 
@@ -148,27 +154,29 @@ def add_rms_norm_linear(
     kernel: Kernels,
     bias: Biases = None,
     *,
+    offset: jax.Array | None = None,
     x_bias: jax.Array | None = None,
     gate: Gate = None,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     remat: bool = False,
     quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
-    """Return `(rms_norm(total, scale) @ kernel + bias, total)`, `total = residual + gate * (x + x_bias)`.
+    """Return `(rms_norm(total, scale, offset=offset) @ kernel + bias, total)` with `add_rms_norm`'s total.
 
     The sum, the results and errors are those of `add_layer_norm_linear`.
 
     Args:
-      x, scale, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
+      x, scale, kernel, bias, dtype, precision, remat, quantize: as of `layer_norm_linear`.
       residual, x_bias, gate: as of `add_layer_norm`.
-      epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
+      offset, epsilon, zero_centered_scale, implementation, forward_mode: as of `rms_norm`.
     """
-    arrays = summands(x, residual, x_bias, gate)._replace(scale=scale)
-    norm = NormArguments(False, -1, epsilon, zero_centered_scale)
+    arrays = summands(x, residual, x_bias, gate)._replace(scale=scale, offset=offset)
+    norm = NormArguments(False, -1, epsilon, zero_centered_scale, dtype)
     how: Any = {"gives_total": True, "precision": precision, "remat": remat, "quantize": quantize}
     return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)
 
@@ -185,6 +193,7 @@ def rms_norm_add_rms_norm_linear(
     gate: Gate = None,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     remat: bool = False,
     quantize: Quantize = None,
@@ -197,12 +206,12 @@ def rms_norm_add_rms_norm_linear(
     for the backward pass. The results and errors are those of `add_layer_norm_linear`.
 
     Args:
-      x, scale, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
+      x, scale, kernel, bias, dtype, precision, remat, quantize: as of `layer_norm_linear`.
       x_scale, residual, gate, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
       implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate, scale=scale)
-    norm = NormArguments(False, -1, epsilon, zero_centered_scale, both_sides=True)
+    norm = NormArguments(False, -1, epsilon, zero_centered_scale, dtype, both_sides=True)
     how: Any = {"gives_total": True, "precision": precision, "remat": remat, "quantize": quantize}
     return _call(arrays, norm, kernel, bias, implementation=implementation, forward_mode=forward_mode, **how)
 

@@ -74,6 +74,7 @@ def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
     *,
+    offset: jax.Array | None = None,
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
@@ -82,16 +83,17 @@ def rms_norm(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Result:
-    """Root-mean-square normalisation: `y = x / sqrt(mean(x**2) + epsilon) * scale`.
+    """Root-mean-square normalisation: `y = x / sqrt(mean(x**2) + epsilon) * scale + offset`.
 
     The mean is taken over `axis`. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, the result
     and errors are those of `layer_norm`.
 
     Args:
       x, scale, axis, zero_centered_scale, dtype, quantize, implementation, forward_mode: as of `layer_norm`.
+      offset: as of `layer_norm`; few models have one (Equinox's `RMSNorm`). None: no offset.
       epsilon: added to the mean square, as of `layer_norm`.
     """
-    arrays = Arrays(x=array("x", x), scale=scale)
+    arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
     norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
     return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y
 
@@ -165,6 +167,7 @@ def rms_norm_add(
     residual: jax.Array,
     scale: jax.Array | None = None,
     *,
+    offset: jax.Array | None = None,
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
@@ -173,14 +176,15 @@ def rms_norm_add(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Result:
-    """Return `residual + rms_norm(x, scale)`, the sum behind a norm of the branch alone (OLMo 2).
+    """Return `residual + rms_norm(x, scale, offset=offset)`, the sum behind a norm of the branch alone (OLMo 2).
 
     Dtypes, the result and errors are those of `layer_norm_add`.
 
     Args:
       residual, dtype: as of `layer_norm_add`.
-      x, scale, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
+      x, scale, axis, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
+      offset, epsilon: as of `rms_norm`.
     """
-    arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale)
+    arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale, offset=offset)
     norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
     return call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode).y

@@ -63,6 +63,7 @@ def add_rms_norm(
     residual: jax.Array | None,
     scale: jax.Array | None = None,
     *,
+    offset: jax.Array | None = None,
     x_bias: jax.Array | None = None,
     gate: Gate = None,
     axis: Axis = -1,
@@ -73,15 +74,16 @@ def add_rms_norm(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Result, jax.Array]:
-    """Return `(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`.
+    """Return `(rms_norm(total, scale, offset=offset), total)` with `total = residual + gate * (x + x_bias)`.
 
     The sum, the results and errors are those of `add_layer_norm`.
 
     Args:
       residual, x_bias, gate, dtype: as of `add_layer_norm`.
-      x, scale, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
+      x, scale, axis, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
+      offset, epsilon: as of `rms_norm`.
     """
-    arrays = summands(x, residual, x_bias, gate)._replace(scale=scale)
+    arrays = summands(x, residual, x_bias, gate)._replace(scale=scale, offset=offset)
     norm = NormArguments(False, axis, epsilon, zero_centered_scale, dtype)
     return _call(arrays, norm, quantize=quantize, implementation=implementation, forward_mode=forward_mode)
 

@@ -43,8 +43,8 @@ the devices too. With `gathered`, axes of x and for each the mesh axes that spli
 of all that has x's shape, and those of all devices along these axes of y and dy, whose features they split (Megatron's
 sequence parallelism): z is gathered, and dz added up where its rows are.
 
-Dtypes: a product's operands are in promote_types(x.dtype, kernel.dtype), the dtype of its y, and its sums in the
-compute dtype, float32 or for float64 float64. y is rounded once, with one exception (`affine`).
+Dtypes: a product's operands are in promote_types(y_dtype or x.dtype, kernel.dtype), the dtype of its y, and its sums
+in the compute dtype, float32 or for float64 float64. y is rounded once, with one exception (`affine`).
 """
 
 import functools
@@ -151,9 +151,10 @@ def widest(dtypes: Sequence[str | None]) -> str | None:
     return functools.reduce(jnp.promote_types, given).name if given else None
 
 
-def product_dtypes(operands: Arrays) -> tuple[str, ...]:
+def product_dtypes(operands: Arrays, junction: Junction) -> tuple[str, ...]:
     """The dtype of each product."""
-    return tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel)
+    z = junction.y_dtype or operands.x.dtype
+    return tuple(jnp.promote_types(z, kernel.dtype).name for kernel in operands.kernel)
 
 
 def backward(

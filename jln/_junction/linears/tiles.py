@@ -42,6 +42,8 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
         return False
     (kernel,) = operands.kernel
     dtype = _checks.promote(operands.x.dtype, kernel.dtype).name
+    if junction.y_dtype not in (None, operands.x.dtype.name):
+        return False
     if dtype not in FUSED_FEATURES or math.prod(kernel.shape[1:]) > FUSED_FEATURES[dtype][0]:
         return False
     return _has_precision(junction.precision, dtype)
