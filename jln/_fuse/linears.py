@@ -7,16 +7,14 @@ too, one function that makes it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-from jax import Array, lax
+from jax import lax
 
 from jln._checks import promote
 from jln._core.policies import keeps
 from jln._fuse.certificate import FLOATS, Constants
-from jln._fuse.graph import Graph, Node, Value, bind
+from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.norms import Norm
 from jln._fuse.readers import casts, hands_on, readers
 from jln._fuse.regions import Parameter, peel
@@ -111,33 +109,6 @@ _LINEAR = {
 }
 
 
-class Product(NamedTuple):
-    """A product that reads a norm's result, or that in another dtype, and something else.
-
-    other: what else. is_first: whether the norm's result stands in front.
-    """
-
-    node: Node
-    other: Value
-    is_first: bool
-
-    def of(self, y: Array, other: Array) -> Array:
-        y = y.astype(self.node.inputs[0 if self.is_first else 1].dtype)
-        return bind(self.node.equation, (y, other) if self.is_first else (other, y))[0]
-
-
-def products_of(graph: Graph, y: Value) -> list[Product]:
-    """The products of a norm's result; none where something else needs the result in backward, too."""
-    products = []
-    for value, node in readers(graph, y, casts).ends:
-        if node is None or not (is_product(node) or node.operation in _LINEAR):
-            return []
-        if is_product(node):
-            is_first = node.inputs[0] is value
-            products.append(Product(node, node.inputs[1 if is_first else 0], is_first))
-    return [] if any(graph.depends(p.other, [y]) for p in products) else products
-
-
 def is_product(node: Node) -> bool:
     """True of a product of two arrays."""
     return node.operation == "dot_general" and node.inputs[0] is not node.inputs[1]
@@ -161,31 +132,3 @@ def keeps_by_name(policy: Any, graph: Graph, value: Value) -> bool:
                 return False
             values += [a for a in node.outputs if a not in values]
     return True
-
-
-def make_again(products: Sequence[Product], again: Callable[..., Array]) -> Callable[..., list[Array]]:
-    """Return a function of (y, *others, *arguments of `again`) that multiplies y with each of the others.
-
-    Backward makes y by `again`, so forward keeps none. A fence stands in front, as in `jax.checkpoint`: without it XLA
-    could find that this is the y of forward, and keep that.
-    """
-
-    def results(y: Array, others: tuple[Array, ...]) -> list[Array]:
-        return [p.of(y, other) for p, other in zip(products, others, strict=True)]
-
-    @jax.custom_vjp
-    def multiply(y: Array, others: tuple[Array, ...], arguments: tuple[Array, ...]) -> list[Array]:
-        del arguments
-        return results(y, others)
-
-    def forward(y: Array, others: tuple[Array, ...], arguments: tuple[Array, ...]) -> Any:
-        return results(y, others), (others, arguments)
-
-    def backward(kept: Any, cotangents: list[Array]) -> Any:
-        others, arguments = kept
-        arguments, cotangents = lax.optimization_barrier((arguments, cotangents))
-        _, transposed = jax.vjp(results, again(*arguments), others)
-        return *transposed(cotangents), None
-
-    multiply.defvjp(forward, backward)
-    return lambda y, *more: multiply(y, more[: len(products)], more[len(products) :])

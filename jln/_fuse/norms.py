@@ -60,7 +60,7 @@ def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]
             region = Region(x, node, axes, constants)
             # Over other axes than the last, without a parameter on them, a norm is a batch's.
             found = _norms_in(region, graph)
-            certified = [n for n in found if n.is_of_rows or (n.scale, n.offset) != (None, None)]
+            certified = [n for n in found if n.is_of_rows or n.scale or (n.centres and n.offset)]
             if certified:
                 norms += certified
                 used |= frozenset().union(*(n.nodes for n in certified))

@@ -12,7 +12,7 @@ from jln._fuse.calls import Options, call_of, results_of
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
-from jln._fuse.linears import Linear, is_product, keeps_by_name, linears_of, make_again, products_of
+from jln._fuse.linears import Linear, is_product, keeps_by_name, linears_of
 from jln._fuse.norms import Norm, norms_of
 from jln._fuse.readers import readers, shapes
 from jln._fuse.regions import Parameter
@@ -91,16 +91,21 @@ def _parameters(norm: Norm, junction: Junction | None) -> list[Parameter]:
 
 def _is_read_by_a_product(graph: Graph, y: Value) -> bool:
     """True of a result, and where a product reads the value, its copy or its reshape, or what is not known."""
-    found = readers(graph, y, lambda node: shapes(node) and not _is_quantised(node.output))
+    found = readers(graph, y, _keeps_dtype)
     return any(
         node is None or not (node.operation in _ELEMENTWISE or _is_quantised(node.output) or _quantises(node, value))
         for value, node in found.ends
     )
 
 
+def _keeps_dtype(node: Node) -> bool:
+    """True of a node whose result has the elements of what it reads, and is not in eight bits or fewer."""
+    return shapes(node) and not _is_quantised(node.output)
+
+
 def _why_no_product(graph: Graph, y: Value) -> str:
     """The reason why an RMSNorm that no product reads is left."""
-    behind = readers(graph, y, lambda node: shapes(node) or node.operation in _ELEMENTWISE)
+    behind = readers(graph, y, lambda node: _keeps_dtype(node) or node.operation in _ELEMENTWISE)
     between = [n.operation for n in behind.between if not shapes(n)]
     is_read = any(node is not None and is_product(node) for _, node in behind.ends)
     return _IS_READ_FAR_FROM_A_PRODUCT.format(between[0]) if is_read and between else _IS_READ_BY_NO_PRODUCT
@@ -198,8 +203,6 @@ class _Rewriting:
             junction = None
         addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
-        if why and addition is None and self._keeps_nothing_for_products(norm):
-            why += ": the Linears behind it keep what the norm read"
         if norm.centres and _is_read_in_eight_bits(self.graph, norm.y):
             why = _IS_BETTER_ALL_THE_SAME
         hands_on = junction is None and self._hands_on(norm)
@@ -216,18 +219,6 @@ class _Rewriting:
         finding = Finding(call.name, call.names(), why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
-
-    def _keeps_nothing_for_products(self, norm: Norm) -> bool:
-        """Have the products of a norm that is kept make it again in backward, and say whether they do."""
-        options = self.options
-        if options.is_checkpointed or options.forward_mode:
-            return False
-        if not (products := products_of(self.graph, norm.y)):
-            return False
-        again = call_of(norm, None, None, self.options, self.constants)
-        inputs = [norm.y, *(p.other for p in products), *again.inputs()]
-        self.graph.replace([p.node.output for p in products], inputs, make_again(products, again))
-        return True
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""

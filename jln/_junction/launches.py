@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from typing import Any
 
@@ -228,8 +229,9 @@ def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: 
     batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands.present().values()))
     made, dy = Arrays(), operands.dy
     if dtypes.offset is not None:  # (5), a sum for which XLA reads dy once
-        columns = dy.shape[-1] * (dy.shape[-2] if norm.heads else 1)
-        sums = column_sums(dy.reshape(*dy.shape[: batch_dims + norm.examples], -1, columns), dtypes.offset)
+        columns = dy.shape[-2:] if norm.heads else dy.shape[-1:]
+        rows = dy.reshape(*dy.shape[: dy.ndim - len(columns)], math.prod(columns))
+        sums = column_sums(rows, dtypes.offset, batch_dims + norm.examples)
         made = made._replace(offset=sums.reshape(norm.sizes(Shape.COLUMN, dy.shape, batch_dims)))
     if dtypes.y is not None:
         again = operands.only(reads_of_results(Arrays(y=dtypes.y)))
@@ -246,20 +248,30 @@ def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: 
 _GROUP = 2048
 
 
-def column_sums(a: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Sum rows: [*batch, rows, C] -> [*batch, C], in float32 (float64 for float64, or for a result in it).
+def column_sums(a: jax.Array, dtype: DTypeLike, batch_dims: int = 0) -> jax.Array:
+    """Sum rows: [*batch, *rows, C] -> [*batch, C], in float32 (float64 for float64, or for a result in it).
 
     XLA does it, in the kernel that makes `a` where that is XLA's own, as for the derivative of an activation: no kernel
     of ours would be worth the pass over `a` that it needs.
     """
-    return jnp.sum(column_shares(a, dtype), axis=-2).astype(dtype)
+    shares = column_shares(a, dtype, batch_dims)
+    return jnp.sum(shares, axis=range(batch_dims, shares.ndim - 1)).astype(dtype)
 
 
-def column_shares(a: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Sum some rows each, for another sum to add up: [*batch, rows, C] -> [*batch, shares, C]."""
-    *batch, rows, columns = a.shape
+def column_shares(a: jax.Array, dtype: DTypeLike, batch_dims: int = 0) -> jax.Array:
+    """Sum some rows each, for another sum to add up: [*batch, *rows, C] -> [*batch, *shares, C].
+
+    A sequence is a group of rows as it is. Reshaped it would be copied where its axes are in another order in memory:
+    GPT-2's heads, whose gradients are put side by side, move 76 MB more in each block ([8, 1024, 2304] in bfloat16).
+    """
+    *batch, columns = a.shape[:batch_dims] + a.shape[-1:]
+    rows = math.prod(a.shape[batch_dims:-1])
     a = a.astype(functools.reduce(jnp.promote_types, (a.dtype, jnp.float32, dtype)))
-    if rows > _GROUP and rows % _GROUP == 0:
-        # Two sums without the barrier are one to XLA.
-        return jax.lax.optimization_barrier(jnp.sum(a.reshape(*batch, rows // _GROUP, _GROUP, columns), axis=-2))
-    return jnp.sum(a, axis=-2, keepdims=True)
+    if _GROUP // 4 <= a.shape[-2] <= _GROUP < rows:
+        groups = a
+    elif rows > _GROUP and rows % _GROUP == 0:
+        groups = a.reshape(*batch, rows // _GROUP, _GROUP, columns)
+    else:
+        return jnp.sum(a, axis=range(batch_dims, a.ndim - 1), keepdims=True)
+    # Two sums without the barrier are one to XLA.
+    return jax.lax.optimization_barrier(jnp.sum(groups, axis=-2))

@@ -153,7 +153,7 @@ def widest(dtypes: Sequence[str | None]) -> str | None:
 
 def product_dtypes(operands: Arrays, junction: Junction) -> tuple[str, ...]:
     """The dtype of each product."""
-    z = junction.y_dtype or operands.x.dtype
+    z = operands.x.dtype if junction.eight_bits else junction.y_dtype or operands.x.dtype
     return tuple(jnp.promote_types(z, kernel.dtype).name for kernel in operands.kernel)
 
 

@@ -70,8 +70,8 @@ def column_sums(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims
     del target
     (dy,), (features,), (dtype,) = operands.dy, junction.features, dtypes.bias
     columns = dy.shape[dy.ndim - features :]
-    rows = dy.reshape(*dy.shape[:batch_dims], -1, math.prod(columns))
-    sums = norms.column_sums(rows, dtype)
+    rows = dy.reshape(*dy.shape[: dy.ndim - features], math.prod(columns))
+    sums = norms.column_sums(rows, dtype, batch_dims)
     return Arrays(bias=(sums.reshape(*dy.shape[:batch_dims], *columns),))
 
 
