@@ -12,7 +12,7 @@ from jln._checks import promote
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Value
 from jln._fuse.norms import Norm
-from jln._fuse.readers import hands_on, readers
+from jln._fuse.readers import copies, hands_on, readers
 from jln._fuse.regions import Parameter, peel, widens
 
 Gate = Parameter | float | None
@@ -82,9 +82,9 @@ class _Finder:
                 yield term.rank, Junction(total, term.x, residual, outer or term.x_bias, term.gate, term.in_front)
 
     def _total(self) -> Value:
-        """The value that the norm's x is: behind a sharding constraint, a name, a copy and a reshape of rows."""
+        """The value that the norm's x is: behind a copy, a constraint of shardings and a reshape of rows."""
         value = self.norm.x
-        while value.maker is not None and (value.operation in ("reshape", "reshard") or hands_on(value.maker)):
+        while value.maker is not None and (value.operation in ("reshape", "reshard") or copies(value.maker)):
             source = value.maker.inputs[0]
             # A constraint is of axes that are Auto. Of others the type tells how they are split.
             is_same = value.operation != "reshard" or source.aval == value.aval
@@ -142,7 +142,7 @@ class _Finder:
                 if other is None or not self._is_in_front(other):
                     return _Branch(v, None, gate)
                 return _Branch(other.x, None, gate, other)
-            if widens(v):
+            if widens(v) or copies(v.maker):
                 v = v.maker.inputs[0]
             elif (split := self._gated(v)) is not None and (gate is None or split[1] == 1.0):
                 v, gate = split[0], gate if split[1] == 1.0 else split[1]

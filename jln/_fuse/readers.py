@@ -25,9 +25,17 @@ class Readers(NamedTuple):
 CAST = "convert_element_type"
 
 
+def copies(node: Node) -> bool:
+    """True of a node whose result is what it reads: a copy or a constraint of shardings."""
+    return node.operation in ("copy", "copy_p", "sharding_constraint")
+
+
 def hands_on(node: Node) -> bool:
-    """True of a node whose result is what it reads: a copy, a name for checkpoints, a constraint of shardings."""
-    return node.operation in ("copy", "copy_p", "name", "sharding_constraint")
+    """True of a node whose result is what it reads: a copy, or a name for checkpoints.
+
+    What reads a name reads what a checkpoint keeps: in front of an operator a name has to stay.
+    """
+    return copies(node) or node.operation == "name"
 
 
 def casts(node: Node) -> bool:
