@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jln import _operators
 from jln._checks import promote
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Node, Value, bind
@@ -16,8 +15,9 @@ from jln._fuse.junctions import Addition, Junction
 from jln._fuse.linears import Linear
 from jln._fuse.norms import Norm
 from jln._fuse.regions import Parameter, peel, plus
-
-OPERATORS = {name: getattr(_operators, name) for name in _operators.__all__}
+from jln._junction.arguments import NormArguments
+from jln._junction.arrays import Arrays
+from jln._operators.call import call
 
 
 class Options(NamedTuple):
@@ -59,30 +59,33 @@ class Operand(NamedTuple):
 class Call(NamedTuple):
     """A call of an operator, from the values that it reads to those that it makes.
 
-    operands: by name an `Operand`, a number, None, or a tuple of these.
+    operator: its public name. operands: by the name in `Arrays` an `Operand`, a number, None, or a tuple of these.
+    options: of `jln._operators.call.call`.
     """
 
-    name: str
+    operator: str
     operands: dict[str, Any]
+    norm: NormArguments
     options: dict[str, Any]
 
     def names(self) -> tuple[str, ...]:
         """The names of the arrays that the operator is given."""
         several = {name: a if _is_several(a) else (a,) for name, a in self.operands.items()}
-        return tuple(name for name, given in several.items() if any(a is not None for a in given))
+        given = [name for name, of in several.items() if any(a is not None for a in of)]
+        return tuple("residual" if name == "added" else name for name in given)
 
     def inputs(self) -> list[Value]:
         flat = [b for a in self.operands.values() for b in (a if _is_several(a) else (a,))]
         return [a.value for a in flat if isinstance(a, Operand)]
 
-    def __call__(self, *arrays: Any) -> Any:
+    def __call__(self, *arrays: Any) -> Arrays:
         rest = iter(arrays)
 
         def read(a: Any) -> Any:
-            return a.of(next(rest)) if isinstance(a, Operand) else a
+            return jnp.asarray(a.of(next(rest))) if isinstance(a, Operand) else a
 
         given = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self.operands.items()}
-        return OPERATORS[self.name](**given, **self.options)
+        return call(Arrays(**given), self.norm, **self.options)
 
 
 def _is_several(a: Any) -> bool:
@@ -99,33 +102,17 @@ def call_of(
     linears: Sequence[Linear] = (),
     remat: bool = False,
     hands_on: bool = False,
+    copies: int = 1,
 ) -> Call:
     """The call of the operator for a norm, the sum in front of it or behind it, and what `fuse` was told.
 
     linears: the products behind it. remat: of an operator with these, as of `layer_norm_linear`. hands_on: whether x is
-      a result, too.
+      a result, too. copies: of y.
     """
-    kind = "layer_norm" if norm.centres else "rms_norm"
-    options: dict[str, Any] = {"epsilon": norm.epsilon}
-    if program.implementation is not None:
-        options["implementation"] = program.implementation
-    if program.forward_mode:
-        options["forward_mode"] = True
     in_front = None if junction is None else junction.in_front
-    x = norm.x if junction is None else junction.x
-    if linears:
-        options |= {"remat": True} if remat else {}
-        options |= {"dtype": linears[0].z.dtype} if linears[0].z.dtype != x.dtype else {}
-        options |= {"precision": linears[0].precision} if linears[0].precision is not None else {}
-    else:
-        options |= {"axis": tuple(a - norm.x.ndim for a in norm.features), "dtype": norm.y.dtype}
-    scales = {"scale": norm.scale}
-    if in_front is not None:
-        scales = {"x_scale": in_front.scale, "scale": norm.scale}
+    scales = {"scale": norm.scale} if in_front is None else {"x_scale": in_front.scale, "scale": norm.scale}
     around_zero = {n: _around_zero(p, constants) for n, p in scales.items() if p is not None}
-    if around_zero and all(p is not None for p in around_zero.values()):
-        options["zero_centered_scale"] = True
-        scales |= around_zero
+    is_around_zero = bool(around_zero) and all(p is not None for p in around_zero.values())
     constraint = linears[0].constraint if linears else None
 
     def rows(value: Value) -> Operand:
@@ -133,34 +120,39 @@ def call_of(
         is_free = value.operation != "sharding_constraint" and value.shape == norm.y.shape
         return Operand(value, constraint=constraint if is_free else None)
 
+    x = norm.x if junction is None else junction.x
     operands: dict[str, Any] = {"x": rows(x)}
-    name = kind
+    name = kind = "layer_norm" if norm.centres else "rms_norm"
     if junction is not None:
         name = f"add_{kind}" if in_front is None else f"{kind}_add_{kind}"
         operands["residual"] = rows(junction.residual)
     elif addition is not None:
         name = f"{kind}_add"
-        options["dtype"] = addition.y.dtype
-        operands["residual"] = Operand(addition.residual)
+        operands["added"] = Operand(addition.residual)
     elif hands_on:
         name = f"add_{kind}"
-        operands["residual"] = None
     elif norm.z is not None:
         name = f"{kind}_gated"
-    operands |= {n: _parameter(p, norm) for n, p in scales.items()}
-    if norm.centres or norm.offset is not None:
-        operands["offset"] = _parameter(norm.offset, norm)
+    operands |= {n: _parameter(p, norm) for n, p in (scales | around_zero if is_around_zero else scales).items()}
+    operands["offset"] = _parameter(norm.offset, norm)
     if norm.z is not None:
         operands["z"] = Operand(norm.z)
-    if junction is not None and junction.x_bias is not None:
+    if junction is not None:
         operands["x_bias"] = _parameter(junction.x_bias, norm)
-    if junction is not None and (gate := junction.gate) is not None:
+        gate = junction.gate
         operands["gate"] = _parameter(gate, norm) if isinstance(gate, Parameter) else gate
+    options: dict[str, Any] = {"gives_total": junction is not None or hands_on, "copies": copies}
+    options |= {"implementation": program.implementation, "forward_mode": program.forward_mode}
     if linears:
         name += "_linear"
         operands["kernel"] = tuple(Operand(p.kernel, axis_in_front=p.axis) for p in linears)
         operands["bias"] = tuple(None if p.bias is None else Operand(p.bias.source, p.bias.shape) for p in linears)
-    return Call(name, operands, options)
+        options |= {"precision": linears[0].precision, "remat": remat}
+    dtype = (linears[0].z if linears else norm.y if addition is None else addition.y).dtype
+    axes = tuple(a - norm.x.ndim for a in norm.features)
+    both_sides = in_front is not None
+    arguments = NormArguments(norm.centres, axes, norm.epsilon, is_around_zero, dtype, both_sides)
+    return Call(name, operands, arguments, options)
 
 
 def _parameter(parameter: Parameter | None, norm: Norm) -> Operand | None:
@@ -186,18 +178,15 @@ def _around_zero(scale: Parameter, constants: Constants) -> Parameter | None:
     return Parameter(inner.source, (*in_front, *inner.shape)) if is_tail else None
 
 
-def results_of(
-    call: Call, norm: Norm, junction: Junction | None, linears: Sequence[Linear], hands_on: bool, *arrays: Any
-) -> Sequence[Any]:
-    """The arrays that take the place of what was found: y or the products, and the sum, or x that is handed on."""
-    results = call(*arrays)
-    ys, total = results if junction is not None or hands_on else (results, None)
+def results_of(call: Call, norm: Norm, junction: Junction | None, linears: Sequence[Linear], *arrays: Any) -> list[Any]:
+    """The arrays that take the place of what was found: y, its copies or the products, and the sum, or x handed on."""
+    made = call(*arrays)
+    ys = list(made.y) if isinstance(made.y, tuple) else [made.y]
     if linears:
         ys = [_turn(y, p) for y, p in zip(ys, linears, strict=True)]
-    else:
-        is_reshaped = junction is not None and norm.x is not junction.total
-        ys = [ys.reshape(norm.y.shape) if is_reshaped else ys]
-    return ys if total is None else [*ys, total]
+    elif junction is not None and norm.x is not junction.total:
+        ys = [y.reshape(norm.y.shape) for y in ys]
+    return ys if made.total is None else [*ys, made.total]
 
 
 def _turn(y: Any, linear: Linear) -> Any:

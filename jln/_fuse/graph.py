@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
@@ -261,7 +262,7 @@ def _multiplication(equation: Any) -> ClosedJaxpr | None:
     (contracted, _), batch = equation.params["dimension_numbers"]
     avals = [v.aval for v in equation.invars]
     small = next((i for i in (1, 0) if len(batch[i]) == avals[i].ndim), None)
-    if contracted or small is None or not all(jax.dtypes.issubdtype(a.dtype, np.floating) for a in avals):
+    if contracted or small is None or not all(jnp.issubdtype(a.dtype, jnp.floating) for a in avals):
         return None
     (result,) = (v.aval for v in equation.outvars)
     axes = batch[1 - small]  # those of the other array along which the small one lies

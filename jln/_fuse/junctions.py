@@ -204,7 +204,7 @@ class Addition(NamedTuple):
 def addition_of(graph: Graph, norm: Norm, constants: Constants) -> Addition | None:
     """The sum behind a norm of the branch alone; None where there is none that an operator takes."""
     found = readers(graph, norm.y, lambda node: hands_on(node) or widens(node.output))
-    y, node = found.ends[0] if len(found.ends) == 1 else (norm.y, None)
+    y, node = found[0][:2] if len(found) == 1 else (norm.y, None)
     if norm.z is not None or node is None or node.operation != "add":
         return None
     residual = next((v for v in node.inputs if v is not y), y)

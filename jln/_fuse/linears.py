@@ -48,18 +48,20 @@ def linears_of(graph: Graph, norm: Norm, constants: Constants) -> list[Linear] |
     if norm.features != (norm.y.ndim - 1,):
         return "another axis than the last is normalised"
     linears: list[Linear] = []
-    found = readers(graph, norm.y, casts)
-    for z, node in found.ends:
+    for z, node, between in readers(graph, norm.y, casts):
         if node is None:
             return "its result is one of the function's"
         linear = _linear(graph, z, node, constants)
         if isinstance(linear, str):
             return linear
-        linears.append(linear)
+        linears.append(linear._replace(constraint=next(filter(is_constraint, between), None)))
     if len({(p.precision, p.z.dtype) for p in linears}) > 1:
         return "its products are in several dtypes or precisions"
-    constraint = next((n for n in found.between if n.operation == "sharding_constraint"), None)
-    return [p._replace(constraint=constraint) for p in linears] or "nothing reads its result"
+    return linears or "nothing reads its result"
+
+
+def is_constraint(node: Node) -> bool:
+    return node.operation == "sharding_constraint"
 
 
 def _linear(graph: Graph, z: Value, node: Node, constants: Constants) -> Linear | str:

@@ -9,17 +9,14 @@ from jln._fuse.graph import Graph, Node, Value
 
 
 class Reader(NamedTuple):
-    """An equation that reads a value, or what was made of it. node: None where that is a result of the program."""
+    """An equation that reads a value, or what was made of it.
+
+    value: what it reads. node: None where that is a result of the program. between: the nodes that make it of that.
+    """
 
     value: Value
     node: Node | None
-
-
-class Readers(NamedTuple):
-    """The readers of a value, and the nodes between."""
-
-    ends: list[Reader]
-    between: list[Node]
+    between: tuple[Node, ...]
 
 
 CAST = "convert_element_type"
@@ -49,17 +46,18 @@ def shapes(node: Node) -> bool:
     return casts(node) or is_same_size or node.operation in ("reshape", "transpose", "squeeze", "expand_dims")
 
 
-def readers(graph: Graph, value: Value, passes: Callable[[Node], bool]) -> Readers:
+def readers(graph: Graph, value: Value, passes: Callable[[Node], bool]) -> list[Reader]:
     """The readers of a value behind the nodes that `passes`."""
-    found = Readers([], [])
+    found: list[Reader] = []
+    paths: dict[Value, tuple[Node, ...]] = {value: ()}
     values = [value]
     for v in values:
         if graph.is_result(v):
-            found.ends.append(Reader(v, None))
+            found.append(Reader(v, None, paths[v]))
         for node in v.readers:
-            if passes(node):
-                found.between.append(node)
+            if not passes(node):
+                found.append(Reader(v, node, paths[v]))
+            elif node.output not in paths:
+                paths[node.output] = (*paths[v], node)
                 values.append(node.output)
-            else:
-                found.ends.append(Reader(v, node))
     return found

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 from jln._core.policies import keeps_products_alone, kept_by
 from jln._fuse.calls import Options, call_of, results_of
 from jln._fuse.certificate import Constants
-from jln._fuse.graph import Graph, Node, Value
+from jln._fuse.graph import Graph, Node, Value, bind
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, is_product, keeps_by_name, linears_of
 from jln._fuse.norms import Norm, norms_of
-from jln._fuse.readers import readers, shapes
+from jln._fuse.readers import Reader, casts, readers, shapes
 from jln._fuse.regions import Parameter
 from jln._junction.arguments import groups_of
+from jln._junction.arrays import DY
 from jln._junction.linears.tiles import FUSED_FEATURES
 
 
@@ -94,7 +95,7 @@ def _is_read_by_a_product(graph: Graph, y: Value) -> bool:
     found = readers(graph, y, _keeps_dtype)
     return any(
         node is None or not (node.operation in _ELEMENTWISE or _is_quantised(node.output) or _quantises(node, value))
-        for value, node in found.ends
+        for value, node, _ in found
     )
 
 
@@ -106,15 +107,17 @@ def _keeps_dtype(node: Node) -> bool:
 def _why_no_product(graph: Graph, y: Value) -> str:
     """The reason why an RMSNorm that no product reads is left."""
     behind = readers(graph, y, lambda node: _keeps_dtype(node) or node.operation in _ELEMENTWISE)
-    between = [n.operation for n in behind.between if not shapes(n)]
-    is_read = any(node is not None and is_product(node) for _, node in behind.ends)
-    return _IS_READ_FAR_FROM_A_PRODUCT.format(between[0]) if is_read and between else _IS_READ_BY_NO_PRODUCT
+    for _, node, between in behind:
+        steps = [n.operation for n in between if not shapes(n)]
+        if node is not None and is_product(node) and steps:
+            return _IS_READ_FAR_FROM_A_PRODUCT.format(steps[0])
+    return _IS_READ_BY_NO_PRODUCT
 
 
 def _is_read_in_eight_bits(graph: Graph, y: Value) -> bool:
     """True where functions read the value, scaled or reshaped, in eight bits, and no product in its own dtype."""
     found = readers(graph, y, lambda node: shapes(node) or node.operation in ("mul", "div", "broadcast_in_dim"))
-    quantised = any(node is not None and _quantises(node, value) for value, node in found.ends)
+    quantised = any(node is not None and _quantises(node, value) for value, node, _ in found)
     return quantised and not _is_read_by_a_product(graph, y)
 
 
@@ -206,19 +209,49 @@ class _Rewriting:
         if norm.centres and _is_read_in_eight_bits(self.graph, norm.y):
             why = _IS_BETTER_ALL_THE_SAME
         hands_on = junction is None and self._hands_on(norm)
+        own = [] if linears or addition is not None or norm.z is not None else self._products(norm)
         how: Any = {"linears": linears, "remat": self._remakes(junction, linears), "hands_on": hands_on}
-        call = call_of(norm, junction, addition, self.options, self.constants, **how)
+        call = call_of(norm, junction, addition, self.options, self.constants, **how, copies=1 + len(own))
         results = [norm.y] if addition is None else [addition.y]
         if linears:
             results = [p.y for p in linears]
+        for reader in own:
+            copy = Value(norm.y.aval, norm.y.maker)
+            results.append(copy)
+            self._have_read(reader, copy)
         if junction is not None:
             results.append(junction.total)
-        finish = functools.partial(results_of, call, norm, junction, linears, hands_on)
+        finish = functools.partial(results_of, call, norm, junction, linears)
         node = norm.y.maker
         assert node is not None
-        finding = Finding(call.name, call.names(), why, node, norm.x)
+        finding = Finding(call.operator, call.names(), why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
+
+    def _products(self, norm: Norm) -> list[Reader]:
+        """The products that are to read a copy of a norm's result of their own; what is left reads the result itself.
+
+        So the backward kernel adds up what they pull back, which XLA would write and read once more.
+        """
+        if self.options.forward_mode:
+            return []
+        found = readers(self.graph, norm.y, casts)
+        products = [r for r in found if r.node is not None and is_product(r.node)]
+        return products[: min(len(found), len(DY)) - 1]
+
+    def _have_read(self, reader: Reader, copy: Value) -> None:
+        """Have a product read a copy of what it reads, by the nodes between."""
+        value, product, between = reader
+        assert product is not None
+        others = [v for v in product.inputs if v is not value]
+
+        def multiply(array: Any, *others: Any) -> Sequence[Any]:
+            for node in between:
+                (array,) = bind(node.equation, [array])
+            rest = iter(others)
+            return bind(product.equation, [array if v is value else next(rest) for v in product.inputs])
+
+        self.graph.replace([product.output], [copy, *others], multiply)
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""
@@ -247,8 +280,8 @@ class _Rewriting:
 
     def _keeps_by_name(self, norm: Norm) -> bool:
         """True in a checkpoint that keeps the products of a norm by names behind them."""
-        ends = readers(self.graph, norm.y, shapes).ends
-        return self._keep_by_name(node.output for _, node in ends if node is not None and is_product(node))
+        ends = readers(self.graph, norm.y, shapes)
+        return self._keep_by_name(end.node.output for end in ends if end.node is not None and is_product(end.node))
 
     def _keep_by_name(self, values: Iterable[Value]) -> bool:
         options, values = self.options, list(values)

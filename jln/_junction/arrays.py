@@ -182,6 +182,8 @@ class Junction:
     y_dtype: a dtype's name; with Linears, whose results have that of their products, z's, or None where that is x's.
     gives_total: whether total is a result. Without a residual it is x itself, and what its readers pull back comes to
       the backward operation.
+    copies: of y, not of one with Linears, how many are results, in a tuple if they are several: what their readers pull
+      back comes to the backward operation, too.
     precision: of the products, as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has.
     in_one: whether norm and products are one operation, as `few_features` says.
     eight_bits: "one" of a y, or with Linears z, in eight bits with one scale, "blocks" of one with a scale for each
@@ -191,6 +193,7 @@ class Junction:
     norm: Norm
     y_dtype: str | None = None
     gives_total: bool = False
+    copies: int = 1
     implementation: str | None = None
     precision: Any = None
     features: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ from jln._core.derivatives import PRODUCT, STATISTICS, Rules, Unneeded
 from jln._core.modes import own_modes
 from jln._core.operation import LinearOperation, vary_together
 from jln._junction import arrays, gradients
-from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
+from jln._junction.arrays import DY, KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.eight_bits import largest
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
@@ -82,7 +82,11 @@ def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:
         results = outcome.only(("y", "y_scale", "y_max", "block_scale"))
         return results._replace(total=total, carrier=vary_together((carrier, outcome.y))[0])
     amax = outcome.y_max if operands.y_scale is not None else None
-    return Arrays(y=outcome.y, total=total, y_max=amax)
+    return Arrays(y=_copied(outcome.y, junction), total=total, y_max=amax)
+
+
+def _copied(y: Any, junction: Junction) -> Any:
+    return y if junction.copies == 1 else (y,) * junction.copies
 
 
 def _differ(norm: Norm, operands: Arrays) -> bool:
@@ -152,7 +156,10 @@ def _pull_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: Ar
         total = (dtotal if saved.total is None else saved.total).dtype.name
     dtypes = arrays.gradient_dtypes(wanted, total, differ)
     if jax.tree.leaves(dy):
-        pulled = _pull_by_operation(saved._replace(dy=dy, dtotal=dtotal), junction, dtypes, batch_dims)
+        given: dict[str, Any] = {"dy": dy}
+        if junction.copies > 1:
+            given = dict(zip(DY, (d for d in dy if d is not None), strict=False))
+        pulled = _pull_by_operation(saved._replace(**given, dtotal=dtotal), junction, dtypes, batch_dims)
     elif dtotal is None:
         pulled = Arrays()
     else:
@@ -254,7 +261,7 @@ def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | N
             linears=None if a.kernel is None else (a.kernel, a.bias, junction.precision),
         )  # fmt: skip
         y, total = made if junction.gives_total or a.residual is not None else (made, None)
-        return Arrays(y=y, total=total)
+        return Arrays(y=_copied(y, junction), total=total)
 
     with own_modes():
         return (jax.checkpoint(compute) if norm.remat else compute)(operands)

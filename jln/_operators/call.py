@@ -31,13 +31,14 @@ def call(
     norm: NormArguments,
     *,
     gives_total: bool = False,
+    copies: int = 1,
     remat: bool = False,
     precision: PrecisionLike = None,
     implementation: str | None = None,
     forward_mode: bool = False,
     quantize: Kind[Any] | None = None,
 ) -> Arrays:
-    """Compute the junction of the user's arrays: its y, `Quantized` with `quantize`, and total.
+    """Compute the junction of the user's arrays: its y, `Quantized` with `quantize`, and total, as `Junction` has them.
 
     arrays: x and those of its size are JAX's already; kernel and bias are tuples, as `_checks.linears` makes them.
     """
@@ -63,7 +64,7 @@ def call(
         how |= in_eight_bits or {"y_dtype": None if norm.dtype is None else _checks.dtype(norm.dtype, arrays.x.dtype)}
         junction = Junction(statics, features=features, **how)
     junction = dataclasses.replace(
-        junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
+        junction, gives_total=gives_total, copies=copies, implementation=_checks.implementation(implementation)
     )
     results = _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
     return results if quantize is None or arrays.kernel else Arrays(y=pack(results, quantize), total=results.total)
@@ -72,7 +73,7 @@ def call(
 @in_one_program(static=3)
 def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, arrays: Arrays) -> Arrays:
     def specs_of_results(specs: Arrays) -> Arrays:
-        y = specs.x
+        y = specs.x if junction.copies == 1 else (specs.x,) * junction.copies
         if specs.kernel is not None:
             y = tuple(_spec_of_product(specs.x[:-1], kernel) for kernel in specs.kernel)
         results = Arrays(y=y, total=specs.x if junction.gives_total else None)
