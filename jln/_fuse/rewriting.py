@@ -143,7 +143,7 @@ class _Rewriting:
         self.junctions: dict[Value, Junction] = {}  # by their norm's y
         by_kernels = [n for n in norms if _without_kernels(n) is None]
         by_result = {n.y: n if n in by_kernels else None for n in norms}
-        runs = [n for n in by_kernels if n.centres or not options.is_checkpointed]
+        runs = [n for n in by_kernels if n.centres or not self.keeps_products]
         additions = [addition_of(graph, norm, constants) for norm in runs]
         behind = {a.y for a in additions if a is not None}  # sums that are a part of the norm in front of them
         totals: set[Value] = set()
@@ -170,16 +170,16 @@ class _Rewriting:
             return _IS_MADE_AGAIN
         if norm.centres or norm.z is not None or is_in_front:
             return None
+        addition = addition_of(self.graph, norm, self.constants) if junction is None else None
         if options.is_checkpointed:
             if self.keeps_products or self._keeps_by_name(norm):
                 is_better = bool(self._linears(norm, junction, None)[0])
             else:
-                is_better = junction is not None or self._hands_on(norm)
+                is_better = junction is not None or addition is not None or self._hands_on(norm)
             if not is_better:
                 return _IS_MADE_AGAIN
         if _is_read_by_a_product(self.graph, norm.y):
             return None
-        addition = addition_of(self.graph, norm, self.constants) if junction is None else None
         is_taken = addition is not None and not _is_read_in_eight_bits(self.graph, addition.y)
         return None if is_taken else _why_no_product(self.graph, norm.y)
 
