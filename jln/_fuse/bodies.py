@@ -71,11 +71,14 @@ def _author_context(node: Node | None):
         yield
 
 
+_FRAMEWORKS = ("/jax/_src/", *(f"-packages/{name}/" for name in ("jax", "flax", "haiku", "equinox", "keras", "numpy")))
+
+
 def place(node: Node) -> str:
-    """The author's line, `file:line (function)`: the innermost that is in no installed library."""
+    """The model's line, `file:line (function)`: the innermost that is in no framework's folder."""
     infos = [e.source_info for e in (node.equation, *reversed(node.within))]
     for frame in [frame for info in infos if info.traceback is not None for frame in info.traceback.frames]:
-        if not any(folder in frame.file_name for folder in ("site-packages", "dist-packages", "/jax/_src/")):
+        if not any(folder in frame.file_name for folder in _FRAMEWORKS):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return source_info_util.summarize(infos[0])
 

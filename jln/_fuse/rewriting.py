@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jln._core.policies import keeps_products_alone, kept_by
@@ -210,7 +210,7 @@ class _Rewriting:
             why = _IS_BETTER_ALL_THE_SAME
         hands_on = junction is None and self._hands_on(norm)
         own = [] if linears or addition is not None or norm.z is not None else self._products(norm)
-        how: Any = {"linears": linears, "remat": self._remakes(junction, linears), "hands_on": hands_on}
+        how: Any = {"linears": linears, "remat": self._remakes(norm, junction), "hands_on": hands_on}
         call = call_of(norm, junction, addition, self.options, self.constants, **how, copies=1 + len(own))
         results = [norm.y] if addition is None else [addition.y]
         if linears:
@@ -255,7 +255,8 @@ class _Rewriting:
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""
-        if not (self.options.linears or self.options.is_checkpointed):
+        remat = self._remakes(norm, junction)
+        if not (self.options.linears or remat):
             return [], ""
         if norm.z is not None or addition is not None:
             return [], "its operator has no Linears"
@@ -271,19 +272,17 @@ class _Rewriting:
         features = sum(math.prod(p.features) for p in linears)
         if self.keeps_products_alone and features <= FUSED_FEATURES.get(linears[0].y.dtype.name, (0,))[0]:
             return [], "few features are one kernel's, which the jax.checkpoint would not know as a product"
-        return (linears, "") if self._remakes(junction, linears) else ([], "")
+        return linears, ""
 
-    def _remakes(self, junction: Junction | None, linears: Sequence[Linear]) -> bool:
-        """True where the Linears' operator makes again what is normalised: a checkpoint keeps the products alone."""
+    def _remakes(self, norm: Norm, junction: Junction | None) -> bool:
+        """True where Linears' operator is to make again what is normalised: a checkpoint keeps their products alone."""
         is_taken = not self.options.forward_mode and (junction is None or junction.in_front is None)
-        return bool(linears) and is_taken and (self.keeps_products_alone or self._keep_by_name(p.y for p in linears))
+        return is_taken and (self.keeps_products_alone or self._keeps_by_name(norm))
 
     def _keeps_by_name(self, norm: Norm) -> bool:
         """True in a checkpoint that keeps the products of a norm by names behind them."""
-        ends = readers(self.graph, norm.y, shapes)
-        return self._keep_by_name(end.node.output for end in ends if end.node is not None and is_product(end.node))
-
-    def _keep_by_name(self, values: Iterable[Value]) -> bool:
-        options, values = self.options, list(values)
-        is_named = options.is_checkpointed and options.policy is not None and bool(values)
-        return is_named and all(keeps_by_name(options.policy, self.graph, v) for v in values)
+        policy = self.options.policy
+        if not self.options.is_checkpointed or policy is None:
+            return False
+        nodes = [r.node for r in readers(self.graph, norm.y, shapes) if r.node is not None and is_product(r.node)]
+        return bool(nodes) and all(keeps_by_name(policy, self.graph, node.output) for node in nodes)
