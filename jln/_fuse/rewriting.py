@@ -251,7 +251,7 @@ class _Rewriting:
             rest = iter(others)
             return bind(product.equation, [array if v is value else next(rest) for v in product.inputs])
 
-        self.graph.replace([product.output], [copy, *others], multiply)
+        self.graph.replace(product.outputs, [copy, *others], multiply)
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""

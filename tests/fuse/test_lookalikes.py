@@ -186,6 +186,32 @@ def batch_norm_which_is_a_norm_over_the_first_axis(x, s, b):
     return (x - jnp.mean(x, 0)) * lax.rsqrt(jnp.var(x, 0) + EPS) * s + b
 
 
+@case(X, S)
+def a_row_of_length_1(x, s):
+    return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS) * s
+
+
+@case(X, S)
+def another_power(x, s):
+    return x * lax.rsqrt(mean(jnp.power(jnp.abs(x), 2.0001)) + EPS) * s
+
+
+@case(jnp.abs(X), S)
+def a_power_for_each_element(x, s):
+    return x * lax.rsqrt(mean(jnp.power(x, jnp.linspace(2.0, 2.0001, H))) + EPS) * s
+
+
+@case(X, S)
+def an_outer_product(x, s):
+    return jnp.einsum("btk,j->btkj", x * jnp.exp(ms(x)), s)
+
+
+@case(X, S, finds="rms_norm")
+def a_norm_times_a_factor_of_the_row(x, s):
+    y = x * lax.rsqrt(ms(x) + EPS) * s
+    return y * ms(x) * 0.1
+
+
 @case(X, normal(H, size=0.1), jnp.abs(normal(H)))
 def running_statistics(x, m, v):
     return (x - m) * lax.rsqrt(v + EPS) + mean(x)

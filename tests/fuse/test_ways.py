@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jln
-from plain_norms import EPS, B, S, W, X, mean
+from plain_norms import EPS, B, S, W, X, mean, ms
 from proof import Case, H, listed, normal, proven, rounding_of
 
 CASES: dict[str, Case] = {}
@@ -64,6 +64,40 @@ def penzai(x, s, b):
 def penzai_rms(x, s):
     y = jax.vmap(jax.vmap(lambda row: row * lax.rsqrt(jnp.mean(jnp.square(row)) + EPS)))(x)
     return jax.vmap(lambda column, s: column * s, (-1, 0), -1)(y, s)
+
+
+@case(X, S.astype("float32"), finds="rms_norm")
+def maxtext(x, s):
+    """MaxText: the scale, to which an offset of 0 is added, by a product without a sum."""
+    y = jnp.asarray(x * lax.rsqrt(jnp.mean(lax.square(x), -1, keepdims=True) + EPS))
+    return jnp.einsum("...k,k->...k", y, (s + 0.0).astype(x.dtype))
+
+
+@case(normal(2, 3, 4, H), normal(4, H), finds="rms_norm")
+def a_scale_for_each_head_by_einsum(x, s):
+    return jnp.einsum("bthd,hd->bthd", x * lax.rsqrt(ms(x) + EPS), s)
+
+
+@case(X, S, finds="rms_norm")
+def keras_hub_llama(x, s):
+    var = jnp.mean(jnp.power(x, 2.0), axis=-1, keepdims=True)
+    return x * lax.rsqrt(var + EPS) * s
+
+
+@case(X, S, finds="rms_norm")
+def a_square_by_an_exponent_that_is_an_array(x, s):
+    return x * lax.rsqrt(mean(jnp.power(x, jnp.asarray(2.0))) + EPS) * s
+
+
+@case(X, S, finds="rms_norm")
+def a_float_power(x, s):
+    return x * lax.rsqrt(mean(jnp.float_power(x, 2)) + EPS) * s
+
+
+@case(X, S, B, finds="rms_norm")
+def equinox_rms(x, s, b):
+    """Equinox's RMSNorm has a bias, unless it is told otherwise."""
+    return jax.vmap(jax.vmap(lambda row: row * lax.rsqrt(jnp.mean(row**2) + 1e-5) * s + b))(x)
 
 
 @case(X, S, finds="rms_norm")

@@ -1,0 +1,251 @@
+"""What stands between a norm and its products, as MaxText, Penzai, T5 and big_vision write it, and who reads a copy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jln
+from plain_norms import EPS, B, C, R, S, V, W, X, layer, ms, rms
+from proof import H, difference, operators, parted
+
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
+ONE = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+ROWS = NamedSharding(ONE, PartitionSpec("data"))
+
+
+def behind_a_sum(between, norm=rms, **how):
+    """A loss of a norm of a sum, what stands between, and two products."""
+
+    def loss(x, r, s, w, v):
+        total = x @ jnp.eye(H) + r
+        y = between(norm(total, s))
+        up = jnp.matmul(y, w, **how)
+        return jnp.sum(jnp.sin(up @ v + total)) + jnp.sum(jnp.cos(jnp.matmul(y, 2 * w, **how)))
+
+    return loss
+
+
+ARGUMENTS = X, R, S, W, V
+BETWEEN = {
+    "nothing": lambda y: y,
+    "a constraint": lambda y: lax.with_sharding_constraint(y, ROWS),
+    "a name": lambda y: checkpoint_name(y, "norm"),
+    "a copy": jnp.copy,
+    "a factor": lambda y: y * H**-0.5,
+    "a cast": lambda y: y.astype("float64"),
+    "all of them": lambda y: lax.with_sharding_constraint(jnp.copy(checkpoint_name(y * 0.1, "norm")), ROWS),
+}
+
+
+@pytest.mark.parametrize("linears", [False, True], ids=["norms", "linears"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_the_norm_and_its_linears_are_found_behind(between, linears):
+    loss = behind_a_sum(BETWEEN[between])
+    assert operators(loss, *ARGUMENTS, linears=linears) == {"add_rms_norm" + linears * "_linear": 1}
+    assert difference(loss, *ARGUMENTS, linears=linears) <= 1e-12
+    (route,) = jln.explain(jln.fuse(loss), *ARGUMENTS)  # by its own choice, too
+    assert route.layer == "jln.add_rms_norm" and "scale" in route.why
+
+
+@pytest.mark.parametrize("precision", ["default", "highest", (lax.Precision.HIGH, lax.Precision.HIGHEST)])
+def test_linears_have_the_precision_of_the_products(precision):
+    loss = behind_a_sum(lambda y: y, precision=precision)
+    fused = jln.fuse(loss, linears=True)
+    assert operators(loss, *ARGUMENTS, linears=True) == {"add_rms_norm_linear": 1}
+    assert difference(loss, *ARGUMENTS, linears=True) <= 1e-12
+    named = [str(e.params["precision"]) for e in dots(jax.make_jaxpr(jax.grad(fused))(*ARGUMENTS).jaxpr)]
+    own = [str(e.params["precision"]) for e in dots(jax.make_jaxpr(jax.grad(loss))(*ARGUMENTS).jaxpr)]
+    assert {*named} - {"None"} == ({*own} - {"None"} if precision != "default" else set())
+
+
+def dots(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=lambda a: hasattr(a, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from dots(getattr(inner, "jaxpr", inner))
+
+
+LEFT = {
+    "a mask": (lambda y: jnp.where(jnp.arange(3)[:, None] < 2, y, 0), "select_n stands between"),
+    "an activation": (jax.nn.tanh, "tanh stands between"),
+}
+
+
+@pytest.mark.parametrize("between", LEFT)
+def test_an_rms_norm_behind_which_xla_fuses_more_is_left_and_why(between):
+    function, why = LEFT[between]
+    (route,) = jln.explain(jln.fuse(behind_a_sum(function)), *ARGUMENTS)
+    assert route.path == "plain" and why in route.why
+
+
+NO_LINEARS = {
+    "two precisions": (lambda y, w: (y @ w, jnp.matmul(y, w, precision="highest")), "precisions"),
+    "two dtypes": (lambda y, w: (y @ w, y.astype("float32") @ w.astype("float32")), "dtypes"),
+    "an algorithm": (lambda y, w: jnp.matmul(y, w, precision=lax.DotAlgorithmPreset.F64_F64_F64), "algorithm"),
+    "a sum": (lambda y, w: (y @ w, y + 1.0), "reads its result"),
+    "itself": (lambda y, w: y @ jnp.swapaxes(y, -1, -2), "reads its result"),
+}
+
+
+@pytest.mark.parametrize("case", NO_LINEARS)
+def test_products_that_no_operator_takes_stay(case):
+    function, why = NO_LINEARS[case]
+
+    def loss(x, s, w):
+        return sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(function(layer(x) * s, w)))
+
+    (route,) = jln.explain(jln.fuse(loss, linears=True), X, S, W)
+    assert route.layer == "jln.layer_norm" and why in route.why
+    assert difference(loss, X, S, W, linears=True) <= (1e-6 if case == "two dtypes" else 1e-12)
+
+
+def test_a_norm_in_16_bits_of_a_float32_stream_has_its_linears():
+    """Products of a narrow copy are one operator with the norm, which rounds once."""
+
+    def loss(x, s, b, w):
+        y = (layer(x) * s + b).astype("bfloat16")
+        return jnp.sum(jnp.sin((y @ w.astype("bfloat16")).astype("float32")) + jnp.sum(x, -1, keepdims=True))
+
+    arguments = [a.astype("float32") for a in (X, S, B, W)]
+    (route,) = jln.explain(jln.fuse(loss, linears=True), *arguments)
+    assert (route.layer, route.path) == ("jln.layer_norm_linear", "fused")
+    assert difference(loss, *arguments, linears=True) <= 2e-2
+
+
+# Copies.
+
+
+@pytest.mark.parametrize(("products", "added"), [(1, 0), (2, 0), (3, 0), (5, 0), (1, 1), (2, 1), (3, 1)])
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_what_products_pull_back_is_added_up_in_the_backward_kernel(norm, products, added):
+    """Up to three arrays come to it; in front of it XLA adds up what is more."""
+
+    def loss(x, r, s, w):
+        y = rms(x + r, s) if norm == "rms_norm" else layer(x + r) * s
+        pulled = [jnp.sum(jnp.sin(y @ (i * w))) for i in range(1, products + 1)]
+        beside = [jnp.sum(jnp.cos(y * r))] * added
+        return sum([*pulled, *beside, jnp.sum(x + r)])
+
+    assert difference(loss, X, R, S, W) <= 1e-12
+    backward = jax.make_jaxpr(jax.grad(jln.fuse(loss), argnums=(0, 2)))(X, R, S, W).jaxpr
+    (equation,) = (e for e in backward.eqns if e.primitive.name == "jln_norm_backward")
+    rows = [v for v in equation.invars if v.aval.shape == X.shape]
+    assert len(rows) == min(products + added, 3) + 2  # and dtotal and total
+
+
+def test_each_product_has_the_constraints_and_names_in_front_of_it():
+    def loss(x, s, w):
+        y = rms(x, s)
+        one, other = (lax.with_sharding_constraint(y, ROWS) for _ in range(2))
+        kept = checkpoint_name(one, "kept")
+        return jnp.sum(jnp.sin(kept @ w)) + jnp.sum(jnp.sin(other @ w)) + jnp.sum(jnp.sin(kept @ (3 * w)))
+
+    assert difference(loss, X, S, W) <= 1e-12
+    program = str(jax.make_jaxpr(jln.fuse(loss))(X, S, W))
+    assert program.count("sharding_constraint[") == 3 and program.count("name=kept") == 2
+
+
+def test_copies_in_transformations():
+    def loss(x, s, w):
+        y = layer(x) * s
+        return jnp.sum(jnp.sin(y @ w) * jnp.cos(y @ (2 * w)))
+
+    fused = jln.fuse(loss)
+    along = lambda f: jax.jvp(jax.grad(f), (X, S, W), (R, S, W))[1]  # noqa: E731
+    assert parted(along(fused), along(loss)) <= 1e-9
+    mapped = [jax.vmap(jax.grad(f, (0, 1)), (0, None, None))(X, S, W) for f in (fused, loss)]
+    each = [jax.grad(lambda x, s, f=f: jnp.sum(jax.vmap(f, (0, 0, None))(x, s, W)), (0, 1)) for f in (fused, loss)]
+    scales = np.stack([S, 2 * S])
+    for got, wanted in (mapped, [f(X, scales) for f in each]):
+        assert max(parted(a, b) for a, b in zip(got, wanted, strict=True)) <= 1e-12
+    forward = [jax.jvp(f, (X, S, W), (R, S, W))[1] for f in (jln.fuse(loss, forward_mode=True), loss)]
+    assert parted(*forward) <= 1e-12
+
+
+def test_a_product_that_nobody_differentiates_pulls_nothing_back():
+    def loss(x, s, w):
+        y = rms(x, s)
+        return jnp.sum(jnp.sin(y @ w)) + jnp.sum(lax.stop_gradient(jnp.cos(y @ (2 * w))))
+
+    assert difference(loss, X, S, W) <= 1e-12
+
+
+def test_a_product_of_two_norms_results_reads_both():
+    """As of queries and keys, each of which others read too."""
+
+    def loss(x, r, s, w):
+        q, k = rms(jnp.sin(x), s), layer(jnp.cos(r)) * s
+        scores = jnp.einsum("brh,bth->brt", q, k)
+        return jnp.sum(jnp.sin(scores)) + jnp.sum(jnp.cos(q @ w)) + jnp.sum(jnp.cos(k @ w))
+
+    assert operators(loss, X, R, S, W) == {"rms_norm": 1, "layer_norm": 1}
+    assert difference(loss, X, R, S, W) <= 1e-12
+
+
+# Checkpoints that keep names.
+
+
+def checkpointed(names, keeps):
+    """A block under a checkpoint that keeps names, some of which stand behind the products, as MaxText has them."""
+
+    def block(x, s, w, v, c):
+        y = rms(x, s)
+        up = y @ w
+        for step in names:
+            up = step(up, c)
+        return x + jnp.tanh(up) @ v
+
+    policy = jax.checkpoint_policies.save_only_these_names(*keeps)
+
+    def loss(x, s, w, v, c):
+        for _ in range(2):
+            x = jax.checkpoint(block, policy=policy)(x, s, w, v, c)
+        return jnp.sum(jnp.sin(x))
+
+    return loss
+
+
+NAME = lambda a, c: checkpoint_name(a, "up")  # noqa: E731
+NAMES = {
+    "behind": ([NAME], ["up"], True),
+    "behind a bias and a factor": ([lambda a, c: (a + c) * 2.0, NAME], ["up"], True),
+    "behind what backward reads again": ([lambda a, c: jnp.sin(a), NAME], ["up"], False),
+    "of others": ([NAME], ["down"], False),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_checkpoint_keeps_what_has_a_name_behind_a_product(case):
+    """Then the Linears' operator makes again what is normalised; else norms are left to XLA, or hand on their x."""
+    names, keeps, are_kept = NAMES[case]
+    loss = checkpointed(names, keeps)
+    routes = jln.explain(jln.fuse(loss), X, S, W, V, C)
+    assert [r.layer for r in routes] == ["jln.add_rms_norm_linear" if are_kept else "jln.add_rms_norm"] * 2
+    assert difference(loss, X, S, W, V, C, by_choice=True) <= 1e-12
+
+
+# Epsilon.
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.5, 2.0, 30.0])
+def test_a_large_epsilon_is_found(epsilon):
+    def norm(x, s):
+        return x * lax.rsqrt(ms(x) + epsilon) * s
+
+    assert operators(norm, X, S) == {"rms_norm": 1}
+    assert difference(norm, X, S) <= 1e-12
+
+
+def test_a_root_that_is_no_less_than_epsilon_is_said_to_be():
+    def norm(x, s, w):
+        return x / jnp.maximum(jnp.sqrt(ms(x)), EPS) * s @ w
+
+    with pytest.warns(UserWarning, match="found no norm"):
+        (route,) = jln.explain(jln.fuse(norm), X, S, W)
+    assert route.path == "plain" and route.why.startswith("a maximum in the statistics")
