@@ -42,7 +42,7 @@ LAYOUTS = {
 WAYS: dict[str, tuple[Any, ...]] = {
     "kind": ("layer_norm", "rms_norm"),
     "layout": tuple(LAYOUTS),
-    "epsilon": (1e-3, 1e-5, 1e-6, 1e-8, 1e-12),
+    "epsilon": (1e-3, 1e-5, 1e-6, 1e-8, 1e-12, 0.1, 2.0),
     "upcast": (False, False, True),
     "mean": ("mean", "sum/H", "sum*1/H", "asarray", "keep by hand", "average"),
     "variance": (
@@ -56,17 +56,20 @@ WAYS: dict[str, tuple[Any, ...]] = {
             "einsum",
             "vecdot",
         ),
-        *("norm", "E[x2]-E[x]2", "max(0, E[x2]-E[x]2)", "dot_general"),
+        *("norm", "E[x2]-E[x]2", "max(0, E[x2]-E[x]2)", "dot_general", "power", "power by an array"),
     ),
     "root": ("rsqrt", "1/sqrt", "**-0.5", "power", "exp log", "/sqrt", "/ **0.5", "sqrt of 1/"),
     "applied": ("d*r", "r*d", "x*r-m*r", "written twice"),
-    "scale": (None, "s", "1+w", "w+1", "broadcast", "by example", "s+0", "twice negative"),
+    "scale": (None, "s", "1+w", "w+1", "broadcast", "by example", "s+0", "twice negative", "einsum"),
     "offset": (None, "b", "by example", "minus"),
     "sum": (
         *(None, None, "r+x", "x+r", "r+(x+b)", "(r+x)+b", "r+g*x", "r+x*(b,1)", "r-x", "0.5*x+r", "r+g*(x+b)", "r+u@k"),
         *("rows reshaped", "both sides"),
     ),
-    "behind": (None, "linear", "linear with bias", "einsum", "silu gate", "silu gate first", "sum", "twice", "clip"),
+    "behind": (
+        *(None, "linear", "linear with bias", "einsum", "silu gate", "silu gate first", "sum", "twice", "clip"),
+        *("factor", "linear of a multiple", "linear of a copy", "linears", "linears and a sum"),
+    ),
     "wrapped": (None, "jit", "jit of the norm", "scope", "checkpoint"),
 }
 OFF = (
@@ -81,10 +84,9 @@ def drawn(rng: np.random.Generator, off: bool) -> Plan:
     """Return a random plan; with `off`, of a near-norm."""
     plan = {name: ways[rng.integers(len(ways))] for name, ways in WAYS.items()}
     plan["off"] = OFF[rng.integers(len(OFF))] if off else None
-    if plan["kind"] == "rms_norm":
-        plan["offset"] = None
     if LAYOUTS[plan["layout"]][1] != (len(LAYOUTS[plan["layout"]][0]) - 1,):
-        plan["behind"] = plan["behind"] if plan["behind"] in (None, "twice", "clip", "sum") else None
+        plan["behind"] = plan["behind"] if plan["behind"] in (None, "twice", "clip", "sum", "factor") else None
+        plan["scale"] = "s" if plan["scale"] == "einsum" else plan["scale"]
         plan["sum"] = None if plan["sum"] in ("rows reshaped", "r+u@k") else plan["sum"]
     if plan["sum"] == "rows reshaped":
         plan["scale"] = "s" if plan["scale"] == "by example" else plan["scale"]
@@ -158,6 +160,8 @@ def written(plan: Plan) -> tuple[Callable[..., Any], dict[str, np.ndarray]]:
             "E[x2]-E[x]2": moments,
             "max(0, E[x2]-E[x]2)": lambda: jnp.maximum(moments(), 0.0),
             "dot_general": lambda: jnp.expand_dims(_dot(d, axes), axes) / h,
+            "power": lambda: mean(jnp.power(d, 2.0)),
+            "power by an array": lambda: mean(jnp.float_power(d, jnp.asarray(2.0, d.dtype))),
         }[way]()
 
     def norm(a: dict[str, Array], x: Array) -> Array:
@@ -213,6 +217,7 @@ def written(plan: Plan) -> tuple[Callable[..., Any], dict[str, np.ndarray]]:
             "by example": lambda: y * (1 + a["scale"]),
             "s+0": lambda: y * (a["s"] + 0.0),
             "twice negative": lambda: -(y * -a["s"]),
+            "einsum": lambda: jnp.einsum("...k,k->...k", y, a["s"].reshape(-1)),
         }[plan["scale"]]()
         return {
             None: lambda: y,
@@ -256,6 +261,11 @@ def written(plan: Plan) -> tuple[Callable[..., Any], dict[str, np.ndarray]]:
             "sum": lambda: y + here["o"].reshape(y.shape),
             "twice": lambda: (jnp.sin(y), y * y),
             "clip": lambda: jnp.clip(y, -1, 1),
+            "factor": lambda: y * -0.3,
+            "linear of a multiple": lambda: (y * 7) @ wide["k"],
+            "linear of a copy": lambda: jnp.copy(y) @ wide["k"],
+            "linears": lambda: [y @ (i * wide["k"]) for i in range(1, 5)],
+            "linears and a sum": lambda: (y @ wide["k"], y @ (2 * wide["k"]), y + here["o"].reshape(y.shape)),
         }[plan["behind"]]()
         return made, total if plan["sum"] else None
 
@@ -308,9 +318,10 @@ def is_of_rows(plan: Plan) -> bool:
     is_last = axes == tuple(range(len(shape) - len(axes), len(shape)))
     # Where there is one axis of rows, what varies by example is of x's size: no parameter.
     none = (None, "minus") + ("by example",) * (len(shape) - len(axes) == 1)
+    offset = plan["offset"] if plan["kind"] == "layer_norm" else None  # an RMSNorm has a scale, too
     if plan["scale"] == "by example" and "by example" in none:  # what is behind that is not the norm's any more
         return is_last
-    return is_last or plan["offset"] not in none or plan["scale"] not in none
+    return is_last or offset not in none or plan["scale"] not in none
 
 
 def norms(function: Callable[..., Any], *args: Any) -> list[str]:
