@@ -177,7 +177,11 @@ _together = _batching_primitive()
 
 def _batch_together(results: Any) -> Any:
     given, tree = jax.tree.flatten(results)
-    return tree.unflatten(_together.bind(*given)) if len(given) > 1 else results
+    once = {id(a): a for a in given}  # copies of a result are one array, which is kept once
+    if len(once) < 2:
+        return results
+    made = dict(zip(once, _together.bind(*once.values()), strict=True))
+    return tree.unflatten([made[id(a)] for a in given])
 
 
 def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any], operands: Any) -> Any:
