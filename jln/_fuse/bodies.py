@@ -6,6 +6,7 @@ A body is rewritten by itself, with the arguments and results that it has. What 
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ def _author_context(node: Node | None):
         yield
 
 
-_FRAMEWORKS = ("/jax/_src/", *(f"-packages/{name}/" for name in ("jax", "flax", "haiku", "equinox", "keras", "numpy")))
+_INSTALLED = (f"-packages/{name}/" for name in ("jax", "flax", "haiku", "equinox", "keras", "numpy"))
+_FRAMEWORKS = ("/jax/_src/", str(pathlib.Path(_explain.__file__).parent), *_INSTALLED)
 
 
 def place(node: Node) -> str:
@@ -113,6 +115,7 @@ def _bind(equation: Any, operands: Sequence[Any], options: Options, findings: li
     if primitive.name == "shard_map":
         return _shard(params, operands, options, findings)
     if primitive.name in WITH_BODIES:
+        options = options._replace(is_scanned=options.is_scanned or primitive.name == "scan")
         params = {n: _rewrite_in(p, options, findings) for n, p in params.items()}
     return bind(equation, operands, params)
 

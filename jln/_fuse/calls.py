@@ -24,7 +24,7 @@ class Options(NamedTuple):
     """Options of `fuse`, and where the program is.
 
     is_checkpointed: whether it is the body of a `jax.checkpoint`, of which backward makes again what its policy does
-      not keep.
+      not keep. is_scanned: whether it is the body of a scan.
     """
 
     linears: bool = False
@@ -32,6 +32,7 @@ class Options(NamedTuple):
     forward_mode: bool = False
     is_checkpointed: bool = False
     policy: Any = None
+    is_scanned: bool = False
 
 
 class Operand(NamedTuple):

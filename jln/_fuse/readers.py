@@ -22,6 +22,11 @@ class Reader(NamedTuple):
 CAST = "convert_element_type"
 
 
+def spreads(node: Node) -> bool:
+    """True of a constraint of shardings over several devices."""
+    return node.operation == "sharding_constraint" and node.params["sharding"].num_devices > 1
+
+
 def copies(node: Node) -> bool:
     """True of a node whose result is what it reads: a copy or a constraint of shardings."""
     return node.operation in ("copy", "copy_p", "sharding_constraint")

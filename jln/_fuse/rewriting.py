@@ -14,7 +14,7 @@ from jln._fuse.graph import Graph, Node, Value, bind
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, is_product, keeps_by_name, linears_of
 from jln._fuse.norms import Norm, norms_of
-from jln._fuse.readers import Reader, casts, readers, shapes
+from jln._fuse.readers import Reader, casts, readers, shapes, spreads
 from jln._fuse.regions import Parameter
 from jln._junction.arguments import groups_of
 from jln._junction.arrays import DY
@@ -54,6 +54,9 @@ _IS_BETTER_ALL_THE_SAME = "products read it in eight bits alone, and a LayerNorm
 # backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
 # kept, with operators 58.64, and if products are kept 64.39 and 62.23; of a GPT 50.17 and 45.96, 56.38 and 50.45
 # (`benchmarks/fuse_choices.py`). Of products that are kept and in eight bits a GPT may move more than as it is.
+# A scan keeps what backward reads in arrays of all its turns, into which it is copied, and out of them. So there the
+# Linears keep what the norm reads: without a checkpoint the blocks of a Llama move 80.06 GB, and with them 77.91, those
+# of a GPT 71.68 and 69.52, and they hold less.
 _IS_MADE_AGAIN = "in this jax.checkpoint XLA makes the norm better, inside of what reads it"
 # Kernels take rows whose elements lie side by side: a ConvNeXt norm, channels first, moves 514 MB by the operator, and
 # 457 as Flax writes it (`python benchmarks/report.py convnext-768`). With other parameters the operator is plain jnp.
@@ -138,6 +141,8 @@ def _is_quantised(value: Value) -> bool:
 class _Rewriting:
     def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
         self.graph, self.options, self.constants = graph, options, constants
+        is_spread = any(map(spreads, graph.nodes))  # then Linears may gather once more what they make again
+        self.is_kept_in_turns = options.is_scanned and not options.is_checkpointed and not is_spread
         self.keeps_products = options.is_checkpointed and kept_by(options.policy)["products"]
         self.keeps_products_alone = options.is_checkpointed and keeps_products_alone(options.policy)
         self.junctions: dict[Value, Junction] = {}  # by their norm's y
@@ -236,7 +241,8 @@ class _Rewriting:
         if self.options.forward_mode:
             return []
         found = readers(self.graph, norm.y, casts)
-        products = [r for r in found if r.node is not None and is_product(r.node)]
+        # With a constraint of its own each copy would be gathered; on several devices XLA adds up all the same.
+        products = [r for r in found if r.node and is_product(r.node) and not any(map(spreads, r.between))]
         return products[: min(len(found), len(DY)) - 1]
 
     def _have_read(self, reader: Reader, copy: Value) -> None:
@@ -255,8 +261,8 @@ class _Rewriting:
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""
-        remat = self._remakes(norm, junction)
-        if not (self.options.linears or remat):
+        wanted = self.options.linears or self.is_kept_in_turns
+        if not (wanted or self._remakes(norm, junction)):
             return [], ""
         if norm.z is not None or addition is not None:
             return [], "its operator has no Linears"
@@ -267,7 +273,10 @@ class _Rewriting:
         parameters = [p.kernel for p in linears] + [p.bias.source for p in linears if p.bias is not None]
         if any(self.graph.depends(v, results) for v in parameters):
             return [], "a Linear's kernel is made of its result"
-        if self.options.linears:
+        is_spread = any(p.constraint is not None and spreads(p.constraint) for p in linears)
+        if is_spread and self.options.is_checkpointed and not self._remakes(norm, junction):
+            return [], "several devices would gather its result once more"
+        if wanted:
             return linears, ""
         features = sum(math.prod(p.features) for p in linears)
         if self.keeps_products_alone and features <= FUSED_FEATURES.get(linears[0].y.dtype.name, (0,))[0]:

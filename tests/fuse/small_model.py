@@ -12,6 +12,7 @@ H, BLOCKS = 16, 3
 ALL = {"layer_norm": 1, "add_layer_norm": 6}
 IN_BODIES = {"layer_norm": 4, "add_layer_norm": 3}  # the first norm of a body reads its argument, and the last one too
 IN_ONE_BODY = {"layer_norm": 2, "add_layer_norm": 1}
+IN_A_SCAN = {"layer_norm_linear": 1, "add_layer_norm_linear": 1, "layer_norm": 1}  # which keeps what its norms read
 X = normal(4, 4, H)
 
 

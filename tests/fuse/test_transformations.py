@@ -15,7 +15,22 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 from proof import normal, operators
-from small_model import ALL, IN_BODIES, IN_ONE_BODY, PARAMETERS, H, X, apart, block, head, mesh, model, norm, scanned
+from small_model import (
+    ALL,
+    IN_A_SCAN,
+    IN_BODIES,
+    IN_ONE_BODY,
+    PARAMETERS,
+    H,
+    X,
+    apart,
+    block,
+    head,
+    mesh,
+    model,
+    norm,
+    scanned,
+)
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
@@ -77,7 +92,7 @@ def vmap_over_parameters(fuse):
     return loss
 
 
-@way(IN_ONE_BODY)
+@way(IN_A_SCAN)
 def scan_over_layers(fuse):
     return fuse(scanned)
 
@@ -134,7 +149,7 @@ def three_branches(fuse):
     return fuse(functools.partial(model, block=dynamic))
 
 
-@way(IN_ONE_BODY)
+@way(IN_A_SCAN)
 def a_loop_of_known_length(fuse):
     return fuse(lambda p, x: head(p, lax.fori_loop(0, 3, lambda i, x: block(p["blocks"][0], x), x)))
 

@@ -1,0 +1,298 @@
+# ruff: noqa: E402 - MaxText is imported behind what stands in for packages that it imports
+"""Fuse MaxText's own models and training step, and compare them with themselves: losses, gradients and parameters.
+
+    pip install --no-deps maxtext==0.2.5 omegaconf==2.4.0    # Python 3.12 or newer, with jln's extra `test`
+    python tests/real/maxtext.py     # two minutes, nothing is downloaded
+
+First small models by MaxText's own configurations, on one device: the norms and sums that `jln.nnx.fuse` finds in
+MaxText's loss, and the largest difference of any gradient, as a part of that gradient's largest element. Then a step of
+its trainer, by SGD, on meshes of 8 devices: the difference of what it adds to the parameters, and what the devices
+communicate. MaxText takes a norm in float32 whatever it is told, so all is compared in float32. Exits with 1 where a
+number differs, other norms and sums are found than listed, or the fused step communicates more than listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any, NamedTuple
+from unittest import mock
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["DECOUPLE_GCLOUD"] = "TRUE"  # MaxText's own stand-ins for Google Cloud
+
+# In the place of this script's folder, where Python would find the script by the name of the package.
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
+
+# What MaxText imports for data, tokenizers, checkpoints, quantisation and TPUs' kernels; the tests need nothing of it.
+ABSENT = "PIL aqt drjax grain huggingface_hub jinja2 ml_collections pathwaysutils sentencepiece sympy tiktoken tokamax"
+ABSENT += " tokenizers transformers"
+
+
+class _Forgiving(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    __ror__ = __or__
+
+
+class _Anything(metaclass=_Forgiving):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _Absent(MetaPathFinder, Loader):
+    """Modules of which every attribute is one empty class."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in ABSENT.split() else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module).update(__getattr__=lambda name: _Anything, __version__="9", __file__=None)
+
+
+logging.getLogger("absl").setLevel(logging.ERROR)
+sys.meta_path.insert(0, _Absent())
+with contextlib.redirect_stdout(io.StringIO()):
+    import maxtext
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import train
+    from maxtext.utils import maxtext_utils, maxtext_utils_nnx, model_creation_utils, sharding, train_utils
+
+import jln
+import jln.nnx
+import program
+from counted import found
+
+LAYERS, WIDTH, WORDS = 2, 32, 64
+
+# Of an array's largest element: sums of 32 to 96 terms, of which float32 rounds each by 6e-8. Where an exact gradient
+# is zero, roundings of the largest gradient's size are left.
+TOLERANCES = (3e-5, 1e-6)
+
+
+class Real(NamedTuple):
+    """A configuration of MaxText's; one scanned layer counts once.
+
+    norms, sums: those to be found. linears: norms that are one operator with the Linears behind, unasked and asked for
+      all. left: norms that are left to XLA.
+    """
+
+    model: str
+    scanned: bool
+    remat: str
+    norms: int
+    sums: int
+    linears: tuple[int, int]
+    left: int = 0
+    layers: int = LAYERS
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "model_name": self.model,
+            "scan_layers": self.scanned,
+            "remat_policy": self.remat,
+            "base_num_decoder_layers": self.layers,
+        }
+
+
+# Each layer is a jax.checkpoint, and a layer's last sum is in another than the next layer's first norm: not found are
+# therefore half of Llama's and Qwen's sums. In Gemma 2, of which MaxText's layer is two, a norm stands in front of each
+# sum. Unasked, norms are one operator with Linears where the policy "minimal" keeps what the Linears make.
+MODELS = [
+    Real("llama2-7b", True, "minimal", 3, 1, (2, 3)),
+    Real("llama2-7b", False, "full", 2 * LAYERS + 1, LAYERS, (0, 2 * LAYERS + 1)),
+    # Left are the norms of queries and keys, which XLA makes again inside of what reads them.
+    Real("qwen3-8b", True, "full", 3, 1, (0, 3), left=2),
+    Real("qwen3-8b", False, "minimal", 2 * LAYERS + 1, LAYERS, (2, 2 * LAYERS + 1), left=2 * LAYERS),
+    Real("gemma2-9b", True, "minimal", 9, 4, (1, 5)),
+    Real("gemma2-9b", False, "full", 9, 4, (0, 5), layers=1),
+]
+
+
+class Meshed(NamedTuple):
+    """A training step of Llama's on a mesh.
+
+    options: MaxText's.
+    more: the collectives and their bytes that the fused step may have more than the untouched one, with Linears unasked
+      and asked for.
+    """
+
+    options: Mapping[str, int]
+    more: tuple[tuple[int, int], tuple[int, int]]
+
+
+MESHES = {
+    # The gradients of the norms' scales are sharded as the scales are, each by a reduce-scatter of its own; untouched,
+    # XLA adds them to another gradient's all-reduce.
+    "data 2, fsdp 4": Meshed(
+        {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4, "gradient_accumulation_steps": 2}, ((10, 0), (10, 0))
+    ),
+    "data 2, fsdp 2, tensor 2": Meshed(
+        {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, ((0, 0), (0, 0))
+    ),
+}
+
+
+def difference(own: Any, wanted: Any, tolerances: tuple[float, float]) -> tuple[float, bool]:
+    """The largest difference of any array, as a part of its largest element; and whether all are small enough."""
+    pairs = [(float(np.abs(a - b).max()), float(np.abs(b).max())) for a, b in zip(own, wanted, strict=True)]
+    greatest = max(size for _, size in pairs)
+    relative, rounding = tolerances
+    allowed = [error <= relative * size + rounding * greatest for error, size in pairs]
+    significant = [error / size for error, size in pairs if size > rounding / relative * greatest]
+    return max(significant), all(allowed)
+
+
+def config_of(**own: Any) -> Any:
+    sizes = {"base_emb_dim": WIDTH, "base_mlp_dim": 3 * WIDTH, "base_num_query_heads": 4, "base_num_kv_heads": 2}
+    sizes |= {"head_dim": 8, "vocab_size": WORDS, "max_target_length": 16}
+    kind = {"attention": "dot_product", "dtype": "float32", "dataset_type": "synthetic", "hardware": "cpu"}
+    quiet = {"run_name": "x", "base_output_directory": "/nowhere", "enable_checkpointing": False, "jax_cache_dir": ""}
+    quiet |= {"override_model_config": True, "skip_jax_distributed_system": True, "log_config": False}
+    base = pathlib.Path(maxtext.__file__).parent / "configs/base.yml"
+    arguments = [f"{name}={value}" for name, value in (sizes | kind | quiet | own).items()]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return pyconfig.initialize(["", str(base), *arguments])
+
+
+@contextlib.contextmanager
+def context(config: Any, mesh: jax.sharding.Mesh) -> Iterator[None]:
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        yield
+
+
+def moved(parameters: Any) -> Any:
+    """The parameters and something more: norms' scales are all 1 at first."""
+    r = np.random.default_rng(2)
+    return jax.tree.map(
+        lambda a: jax.device_put(a + 0.1 * r.normal(size=a.shape).astype(a.dtype), a.sharding), parameters
+    )
+
+
+def batch_of(config: Any) -> dict[str, Any]:
+    r, shapes = np.random.default_rng(0), maxtext_utils.get_shaped_batch(config)
+    batch = {name: jnp.ones(a.shape, a.dtype) for name, a in shapes.items()}  # of the segmentations
+    for name in ("inputs", "targets"):
+        batch[name] = jnp.asarray(r.integers(0, WORDS, batch[name].shape), jnp.int32)
+        batch[f"{name}_position"] = jnp.broadcast_to(jnp.arange(batch[name].shape[1]), batch[name].shape)
+    return batch
+
+
+def checked(real: Real) -> bool:
+    config = config_of(per_device_batch_size=0.25, **real.options())
+    mesh = maxtext_utils.get_mesh_from_config(config, jax.devices()[:1])
+    make, abstract = model_creation_utils.create_nnx_abstract_model(config, mesh)
+    with context(config, mesh):
+        model = maxtext_utils_nnx.create_nnx_sharded_model(abstract, make, mesh)
+    nnx.pop(model, nnx.Intermediate)
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    parameters, batch = moved(parameters), batch_of(config)
+
+    def with_model(loss_fn: Callable[..., Any]) -> Callable[[Any], jax.Array]:
+        """As `train.train_step` has it."""
+
+        def loss(parameters: Any) -> jax.Array:
+            return loss_fn(nnx.merge(graph, parameters, rest, copy=True), config, dict(batch), None, None)[0]
+
+        return loss
+
+    def results(loss: Callable[[Any], jax.Array]) -> list[Any]:
+        value, gradients = jax.jit(jax.value_and_grad(loss))(parameters)
+        return [value, *jax.tree.leaves(gradients)]
+
+    are_right = []
+    with context(config, mesh):
+        wanted = results(with_model(train.loss_fn))
+        for linears in (False, True):
+            fused = with_model(jln.nnx.fuse(train.loss_fn, linears=linears))
+            largest, is_right = difference(results(fused), wanted, TOLERANCES)
+            counts = found(fused, parameters)
+            is_right &= counts == (real.norms, real.sums, real.linears[linears], real.left)
+            named = ", ".join(f"{n} {what}" for what, n in counts._asdict().items())
+            layers = f"{'scanned' if real.scanned else 'unrolled'}, {real.remat}"
+            verdict = "ok" if is_right else "WRONG"
+            print(f"{real.model:<9} {layers:<17} {named}; largest difference {largest:.0e}: {verdict}", flush=True)
+            are_right.append(is_right)
+        are_right.append(is_refused(model, config, batch))
+    return all(are_right)
+
+
+def is_refused(*args: Any) -> bool:
+    """Whether `jln.fuse` says that `jln.nnx.fuse` is for functions of a model."""
+    try:
+        jln.fuse(train.loss_fn)(*args, None, None)
+    except TypeError as error:
+        if "jln.nnx.fuse" in str(error):
+            return True
+    print("jln.fuse takes a model, or does not say what to use: WRONG", flush=True)
+    return False
+
+
+def step_checked(name: str, meshed: Meshed) -> bool:
+    """One step of MaxText's trainer, as it sets it up and compiles it."""
+    own = Real("llama2-7b", True, "full", 3, 1, (0, 3)).options() | meshed.options
+    # So much that the parameters' own rounding is not seen, from the first step on.
+    sgd = {"opt_type": "sgd", "learning_rate": 64.0, "warmup_steps_fraction": 0.0, "gradient_clipping_threshold": 0.0}
+    config = config_of(per_device_batch_size=1, **own, **sgd)
+    with contextlib.redirect_stdout(io.StringIO()):
+        _, _, shardings, _, mesh, _, data, _, _, _, state = train_utils.setup_train_loop(config, None)
+    graph, state = nnx.split(state)
+    of_parameters, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
+    parameters, rest = nnx.split_state(state, nnx.Param, ...)
+    parameters, batch = moved(parameters), next(data)
+
+    def step(loss_fn: Callable[..., Any]) -> tuple[list[Any], int, int]:
+        """What it adds to the parameters, the number of its collectives, and their bytes."""
+        with mock.patch.object(train, "loss_fn", loss_fn), context(config, mesh):
+            jitted, _ = train_utils.jit_train_and_eval_step(
+                config, graph, mesh, state, shardings, train.train_step, params_shardings=of_parameters
+            )
+            compiled = jitted.lower(state, batch).compile()
+            given = jax.tree.map(jnp.copy, nnx.merge_state(parameters, rest))  # the step writes over it
+            new = nnx.filter_state(compiled(given, batch)[0], nnx.Param)
+        changes = [np.array(a) - b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(parameters), strict=True)]
+        collectives = program.collectives(compiled.as_text())
+        return changes, sum(c.times for c in collectives), sum(c.times * c.bytes for c in collectives)
+
+    wanted, times, size = step(train.loss_fn)
+    are_right = [all(np.abs(change).max() > 0 for change in wanted)]
+    for linears, (more_times, more_size) in zip((False, True), meshed.more, strict=True):
+        changes, own_times, own_size = step(jln.nnx.fuse(train.loss_fn, linears=linears))
+        largest, is_right = difference(changes, wanted, TOLERANCES)
+        is_right &= own_times <= times + more_times and own_size <= size + more_size
+        collectives = f"{own_times} collectives of {own_size} bytes, untouched {times} of {size}"
+        verdict = "ok" if is_right else "WRONG"
+        print(f"{name}{', linears' * linears}: {collectives}; largest difference {largest:.0e}: {verdict}", flush=True)
+        are_right.append(is_right)
+    return all(are_right)
+
+
+def main() -> None:
+    results = [checked(real) for real in MODELS]
+    results += [step_checked(name, meshed) for name, meshed in MESHES.items()]
+    sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()
