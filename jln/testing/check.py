@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -12,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln._explain import inner_programs
-from jln.testing import derivatives
-from jln.testing.derivatives import Problem, gradients, slope
 from jln.testing.report import TOLERANCES, Report, Row, Tolerance
 
 # Of the numbers that are drawn here: arguments often come from the stream of the seed itself, and would be equal.
@@ -23,100 +24,165 @@ _STREAM = int.from_bytes(b"jln")
 _ALLOWED = {name: t.relative for name, t in TOLERANCES.items()} | {"float64": 1e-10}
 
 
-def check(order: int, f, args, reference, dtype, tolerance: Any, elements: int | None, seed: int) -> Report:
-    """Check the derivatives of a function, of first or of second order, and report."""
-    if elements is not None and elements < 1:
-        raise ValueError(f"elements must be positive or None; got {elements}")
+def check(order: int, f, args, reference, dtype, tolerance: Any, seed: int) -> Report:
+    """Compare a function's results, and its derivatives of first or of second order, with a reference's in float64."""
+    if reference is None:
+        raise TypeError(
+            "give reference=, the same function for JAX to differentiate; for differences use jax.test_util.check_grads"
+        )
     if tolerance is not None and not isinstance(tolerance, Tolerance):
         raise TypeError(f"tolerance must be a Tolerance; got {type(tolerance).__name__}")
-    ours = Problem.make(f, args, dtype)
-    random = _generator(seed)
-    with ours.context():
-        shapes = ours.shapes()
-        cotangent, direction = _draw(random, shapes.values()), _draw(random, ours.floats)
-        values, got = _outcome(ours, order, cotangent, direction)
+    ours = Problem.make("f", f, args, dtype)
+    truth = Problem.make("reference", reference, ours.args, "float64")
+    shapes = ours.shapes()
+    known, theirs = ([a.shape for a in some.values()] for some in (shapes, truth.shapes()))
+    if theirs != known:
+        raise ValueError(f"the reference must return arrays of f's shapes {known}; got {theirs}")
     label = _coarsest(a.dtype.name for a in (*ours.floats, *shapes.values()))
     if tolerance is None and label not in TOLERANCES:
         raise ValueError(f"dtypes must be among {', '.join(TOLERANCES)}, unless a tolerance is given; got {label}")
-    allowed = tolerance or TOLERANCES[label]
-    exact = Problem.make(f, ours.args, "float64")
-    with jax.enable_x64(True):
-        if reference is not None:
-            truth = dataclasses.replace(exact, f=reference, title="reference")
-            known, theirs = ([a.shape for a in some.values()] for some in (shapes, truth.shapes()))
-            if theirs != known:
-                raise ValueError(f"the reference must return arrays of f's shapes {known}; got {theirs}")
-            true_values, expected = _outcome(truth, order, cotangent, direction)
-            both = zip([*shapes, *ours.names], [*values, *got], [*true_values, *expected], strict=True)
-            rows = [Row.worst(name, "reference", a, t, allowed) for name, a, t in both]
-        else:
-            indices = [_sample(random, a, elements) for a in got]
-            call, weights = _differentiable(exact, order, cotangent, direction)
-            slopes = derivatives.differences(call, exact.floats, weights, indices)
-            found = zip(ours.names, got, indices, slopes, strict=True)
-            rows = [Row.worst(name, "differences", a, t, allowed, chosen, off) for name, a, chosen, (t, off) in found]
-            # Elements beside a sample are compared together: each moves by its size, up or down.
-            directions = [derivatives.sizes(a) * random.choice([-1.0, 1.0], a.shape) for a in exact.floats]
-            starts, rest = [np.zeros(()) for _ in rows], [np.arange(row.compared < row.size) for row in rows]
-
-            def along(steps: Sequence[Any]) -> list[jax.Array]:
-                return call([a + t * d for a, t, d in zip(exact.floats, steps, directions, strict=True)])
-
-            slopes = derivatives.differences(along, starts, weights, rest)
-            beside = zip(rows, got, directions, slopes, strict=True)
-            rows = [row.beside(a, d, s, allowed) if s.size else row for row, a, d, s in beside]
+    weights = _draw(seed, shapes.values(), ours.floats)[:order]
+    got, expected = ([*values, *slopes] for values, slopes in (p.outcome(weights) for p in (ours, truth)))
+    both, allowed = zip([*shapes, *ours.names], got, expected, strict=True), tolerance or TOLERANCES[label]
     kind = "reverse-mode gradients" if order == 1 else "Hessian-vector products"
-    name = getattr(f, "__name__", type(f).__name__)
-    return Report(f"{name}: {kind} in {label}, random cotangent (seed {seed})", tuple(rows))
+    title = f"{getattr(f, '__name__', type(f).__name__)}: {kind} in {label}, random cotangent (seed {seed})"
+    return Report(title, tuple(Row.worst(name, a, t, allowed) for name, a, t in both))
 
 
 def compare(f: Callable[..., Any], own: Callable[..., Any], args: Sequence[Any], *, dtype: Any, seed: int) -> Report:
     """Compare the results and gradients of `f` with those of `own`, the function that it is to be."""
-    truth = Problem.make(own, args, dtype)
+    truth = Problem.make("f", own, args, dtype)
+    shapes = truth.shapes()
+    weights = _draw(seed, shapes.values())
+    got, expected = (p.outcome(weights) for p in (dataclasses.replace(truth, f=f), truth))
     with truth.context():
-        shapes = truth.shapes()
-        cotangent = _draw(_generator(seed), shapes.values())
-        coarsest = _coarsest(_dtypes(jax.make_jaxpr(truth)(truth.floats)) & {*TOLERANCES} or {"float64"})
-        got, expected = (_outcome(p, 1, cotangent, []) for p in (dataclasses.replace(truth, f=f), truth))
+        program = jax.make_jaxpr(truth)(truth.floats)
+    coarsest = _coarsest(_dtypes(program) & {*TOLERANCES} or {"float64"})
     part, rows = _ALLOWED[coarsest], []
     for names, ours, theirs in zip((shapes, truth.names), got, expected, strict=True):
         sizes = [float(np.max(np.abs(np.asarray(t, "float64")), initial=0.0)) for t in theirs]
         for name, a, t, size in zip(names, ours, theirs, sizes, strict=True):
             # What is zero but for roundings, as the gradient of a bias of keys, has those of its neighbours.
-            rows.append(Row.worst(name, "untouched", a, t, Tolerance(0.0, part * (size + part * max(sizes)))))
+            rows.append(Row.worst(name, a, t, Tolerance(0.0, part * (size + part * max(sizes)))))
     name = getattr(own, "__name__", type(own).__name__)
     return Report(f"{name}: fused and untouched, in {coarsest}, random cotangent (seed {seed})", tuple(rows))
 
 
-def _differentiable(problem: Problem, order: int, cotangent: Sequence[Any], direction: Sequence[Any]) -> Any:
-    """The function whose gradients are asked for, and its cotangent: of second order the slope along a direction."""
-    return (problem, cotangent) if order == 1 else (slope(problem, cotangent, direction), [np.ones(())])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """A function at its arguments, as a function of the floating ones of their leaves. The others are held fixed.
+
+    It is traced and compiled anew each time: a rule, or what the function reads, may have changed since.
+    """
+
+    title: str  # of `f` in errors
+    f: Callable[..., Any]
+    args: tuple[Any, ...]
+    floats: list[np.ndarray]  # of the leaves of `args`
+
+    @classmethod
+    def make(cls, title: str, f: Any, args: Any, dtype: Any) -> Problem:
+        """Cast the floating leaves of arguments to a dtype; None for no cast."""
+        if not callable(f):
+            raise TypeError(f"{title} must be a function; got {type(f).__name__}")
+        if not isinstance(args, tuple | list):
+            raise TypeError(f"args must be a tuple of f's arguments; got {type(args).__name__}")
+        args = jax.tree.map(functools.partial(_cast, name=_known(dtype)), tuple(args))
+        floats = [a for a in jax.tree.leaves(args) if _is_floating(a)]
+        if not floats:
+            raise TypeError("args must have a floating array among them, or there is nothing to differentiate")
+        return cls(title, f, args, floats)
+
+    @property
+    def names(self) -> list[str]:
+        """The floats' names, by the function's signature."""
+        try:
+            named = inspect.signature(self.f).bind(*self.args).arguments
+        except (TypeError, ValueError):  # a builtin, or arguments that `f` itself will complain of
+            named = {f"argument {i}": a for i, a in enumerate(self.args)}
+        return [name for arg in named for name in _by_name(arg, named[arg])]
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """A context in which float64 stays float64."""
+        return jax.enable_x64(True) if any(a.dtype == np.float64 for a in self.floats) else contextlib.nullcontext()
+
+    def results(self, floats: Sequence[Any]) -> Any:
+        """The results of `f`, as it returns them."""
+        values = iter(floats)
+        results = self.f(*jax.tree.map(lambda a: next(values) if _is_floating(a) else jnp.asarray(a), self.args))
+        return jax.tree.map(lambda leaf: jnp.asarray(_real(f"{self.title} must return", leaf)), results)
+
+    def __call__(self, floats: Sequence[Any]) -> list[jax.Array]:
+        return [a for a in jax.tree.leaves(self.results(floats)) if _is_floating(a)]
+
+    def shapes(self) -> dict[str, Any]:
+        """Shapes and dtypes of the floating results by name."""
+        with self.context():
+            found = _by_name("result", jax.eval_shape(lambda floats: self.results(floats), self.floats))
+        if not found:
+            raise TypeError(f"{self.title} must return an array of a floating dtype, or there is no gradient")
+        return found
+
+    def outcome(self, weights: Sequence[Sequence[Any]]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The floating results, and their gradients under the first weights, those under the second, and so on."""
+        differentiated: Callable[..., Any] = self
+        for each in weights:
+            differentiated = functools.partial(_gradients, differentiated, each)
+        with self.context():
+            return jax.jit(lambda floats: (self(floats), differentiated(floats)))(self.floats)
 
 
-def _outcome(problem: Problem, order: int, cotangent: Sequence[Any], direction: Sequence[Any]) -> Any:
-    """The results of a problem, and its gradients of an order."""
-    call, weights = _differentiable(problem, order, cotangent, direction)
-    return jax.jit(lambda floats: (problem(floats), gradients(call, floats, weights)))(problem.floats)
+def _gradients(call: Callable[..., Any], cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
+    """The gradients of `sum(cotangent * call(floats))` by reverse mode."""
+    results, pullback = jax.vjp(call, list(floats))
+    # Results of a function that computes in float32 inside are float32, whatever its arguments are cast to.
+    return pullback([jnp.asarray(c, r.dtype) for c, r in zip(cotangent, results, strict=True)])[0]
 
 
-def _generator(seed: int) -> np.random.Generator:
+def _is_floating(a: Any) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def _by_name(name: str, tree: Any) -> dict[str, Any]:
+    """The floating leaves of a tree that has this name."""
+    return {name + jax.tree_util.keystr(path): a for path, a in jax.tree.leaves_with_path(tree) if _is_floating(a)}
+
+
+def _real(where: str, leaf: Any) -> Any:
+    """The leaf itself, which is to be a real array."""
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{where} arrays; got {type(leaf).__name__}")
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise TypeError(f"{where} real arrays; got {leaf.dtype.name}")
+    return leaf
+
+
+def _cast(leaf: Any, name: str | None) -> Any:
+    """A leaf of arguments: of NumPy in a dtype of this name, if there is one, where it is floating; else as it is."""
+    array = _real("args must hold", jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf)
+    return np.asarray(array).astype(name or array.dtype) if _is_floating(array) else array
+
+
+def _known(dtype: Any) -> str | None:
+    """The name of a dtype, however NumPy takes it; None for None."""
+    try:
+        name = None if dtype is None else np.dtype(dtype).name
+    except TypeError:
+        name = "unknown"
+    if name not in (None, *TOLERANCES):
+        raise ValueError(f"dtype must be None or one of {', '.join(TOLERANCES)}; got {dtype!r}")
+    return name
+
+
+def _draw(seed: int, *groups: Iterable[Any]) -> list[list[np.ndarray]]:
+    """Random arrays, of the shapes and dtypes of those in each group."""
     if not isinstance(seed, Integral) or seed < 0:
         raise ValueError(f"seed must be an integer from 0 on; got {seed!r}")
-    return np.random.default_rng([int(seed), _STREAM])
+    random = np.random.default_rng([int(seed), _STREAM])
+    return [[random.standard_normal(a.shape).astype(a.dtype) for a in arrays] for arrays in groups]
 
 
-def _draw(random: np.random.Generator, arrays: Any) -> list[np.ndarray]:
-    return [random.standard_normal(a.shape).astype(a.dtype) for a in arrays]
-
-
-def _sample(random: np.random.Generator, got: Any, elements: int | None) -> np.ndarray:
-    """Indices of some elements of a gradient, those that are not finite first."""
-    drawn = random.permutation(np.size(got))
-    finite = np.isfinite(np.asarray(got, "float64")).reshape(-1)[drawn]
-    return np.sort(drawn[np.argsort(finite, kind="stable")][:elements])
-
-
-def _coarsest(names: Any) -> str:
+def _coarsest(names: Iterable[str]) -> str:
     """The floating dtype that has the fewest digits."""
     return max(names, key=lambda name: float(jnp.finfo(name).eps))
 
