@@ -29,7 +29,6 @@ POLICIES: dict[str, Any] = {
     "save_only_these_names(jln.STATISTICS)": jaxs.save_only_these_names(jln.STATISTICS),
     "dots_with_no_batch_dims_saveable": jaxs.dots_with_no_batch_dims_saveable,
     "jln's dots_with_no_batch_dims_and_statistics_saveable": ours.dots_with_no_batch_dims_and_statistics_saveable,
-    "jln's offload_dots_with_no_batch_dims": ours.offload_dots_with_no_batch_dims("device", "pinned_host"),
 }
 HEADER = ("policy", "products", "norm kernels", "moved, GB", "temporary, GB")
 

@@ -15,9 +15,6 @@ Under each of these the backward pass makes norms again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 
 from jln._core.derivatives import PRODUCT, STATISTICS
@@ -27,7 +24,6 @@ __all__ = [
     "dots_saveable",
     "dots_with_no_batch_dims_and_statistics_saveable",
     "dots_with_no_batch_dims_saveable",
-    "offload_dots_with_no_batch_dims",
 ]
 
 _jax = jax.checkpoint_policies
@@ -40,24 +36,3 @@ dots_and_statistics_saveable = _jax.save_from_both_policies(dots_saveable, _stat
 dots_with_no_batch_dims_and_statistics_saveable = _jax.save_from_both_policies(
     dots_with_no_batch_dims_saveable, _statistics
 )
-
-
-def offload_dots_with_no_batch_dims(offload_src: str, offload_dst: str) -> Callable[..., Any]:
-    """Return a policy that moves products to other memory instead of making them again, and saves row statistics.
-
-    Args:
-      offload_src: the memory in which products are made, "device".
-      offload_dst: the memory in which they wait for the backward pass, "pinned_host".
-    """
-    for_products = _jax.offload_dot_with_no_batch_dims(offload_src, offload_dst)
-    for_names = _jax.save_and_offload_only_these_names(
-        names_which_can_be_saved=[STATISTICS],
-        names_which_can_be_offloaded=[PRODUCT],
-        offload_src=offload_src,
-        offload_dst=offload_dst,
-    )
-
-    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        return (for_products if primitive is jax.lax.dot_general_p else for_names)(primitive, *avals, **params)
-
-    return policy

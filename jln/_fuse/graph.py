@@ -6,7 +6,6 @@ taken out: what a replacement leaves without a reader is not run, and what someo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,7 +115,7 @@ class Graph:
             elif (steps := _multiplication(equation)) is not None:
                 results = self._added(steps.jaxpr, steps.consts, operands, within)
                 # Looked at as a multiplication, and run as it was written where nothing takes its place.
-                self.replace(results, operands, functools.partial(_run, equation))
+                self.replace(results, operands, lambda *arrays, equation=equation: bind(equation, arrays))
             else:
                 results = self._node(equation, operands, within).outputs
             values |= dict(zip(equation.outvars, results, strict=True))
@@ -269,19 +268,13 @@ def _multiplication(equation: Any) -> ClosedJaxpr | None:
 
     def multiply(*arrays: Any) -> Any:
         full, factor = (lax.convert_element_type(arrays[i], result.dtype) for i in (1 - small, small))
-        order = [*axes, *(a for a in range(full.ndim) if a not in axes)]
-        factor = lax.transpose(factor, batch[small])
-        ascending = sorted(range(len(axes)), key=axes.__getitem__)
+        ascending = [i for _, i in sorted(zip(axes, batch[small], strict=True))]
         factor = lax.broadcast_in_dim(lax.transpose(factor, ascending), full.shape, sorted(axes))
-        return lax.transpose(full * factor, order)
+        return lax.transpose(full * factor, [*axes, *(a for a in range(full.ndim) if a not in axes)])
 
     steps = jax.make_jaxpr(multiply)(*avals)
     eqns = [e.replace(source_info=equation.source_info, ctx=equation.ctx) for e in steps.jaxpr.eqns]
     return ClosedJaxpr(steps.jaxpr.replace(eqns=eqns), steps.consts)
-
-
-def _run(equation: Any, *operands: Any) -> Sequence[Any]:
-    return bind(equation, operands)
 
 
 def is_plain_jit(equation: Any) -> bool:

@@ -54,14 +54,11 @@ def linears_of(graph: Graph, norm: Norm, constants: Constants) -> list[Linear] |
         linear = _linear(graph, z, node, constants)
         if isinstance(linear, str):
             return linear
-        linears.append(linear._replace(constraint=next(filter(is_constraint, between), None)))
+        constraints = [n for n in between if n.operation == "sharding_constraint"]
+        linears.append(linear._replace(constraint=constraints[0] if constraints else None))
     if len({(p.precision, p.z.dtype) for p in linears}) > 1:
         return "its products are in several dtypes or precisions"
     return linears or "nothing reads its result"
-
-
-def is_constraint(node: Node) -> bool:
-    return node.operation == "sharding_constraint"
 
 
 def _linear(graph: Graph, z: Value, node: Node, constants: Constants) -> Linear | str:

@@ -83,7 +83,6 @@ def test_where_a_layer_is_and_what_is_around_it():
             names_which_can_be_saved=[], names_which_can_be_offloaded=[jln.PRODUCT], offload_src="device",
             offload_dst="pinned_host"), [one]),
         (ours.dots_saveable, [products, one]),
-        (ours.offload_dots_with_no_batch_dims("device", "pinned_host"), [products, one, statistics]),
     ):  # fmt: skip
         first, second = jln.explain(lambda x, policy=policy: function(x, policy), x)
         assert str(first) == "jln.add_layer_norm: norm (called as a function)"

@@ -47,7 +47,6 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             *("check_fuse", "assert_operators", "Report", "Row", "Tolerance"),
         ),
     ),
-    ("Checkpoint policies", "jln.checkpoint_policies", ("offload_dots_with_no_batch_dims",)),
 )
 # Public, and described in the docstring of its module.
 IN_PROSE = {

@@ -28,7 +28,6 @@ POLICIES = {
     "dots with no batch": ours.dots_with_no_batch_dims_saveable,
     "dots and statistics": ours.dots_and_statistics_saveable,
     "dots with no batch and statistics": ours.dots_with_no_batch_dims_and_statistics_saveable,
-    "offloaded": ours.offload_dots_with_no_batch_dims("device", "pinned_host"),
 }
 
 
@@ -100,7 +99,7 @@ def test_only_statistics_of_norms_are_made_again(name, forward_mode):
     z = [k for k in count if k[0] == "jln_norm_forward" and "y" in k]
     assert sum(count[k] for k in z) == 2  # forward only: the norms before q, k, v and before gate, up
     again = [k for k in count if k[0] == "jln_norm_forward" and "y" not in k]
-    saved = "statistics" in name or name == "offloaded"
+    saved = "statistics" in name
     assert {tuple(k[1:]) for k in again} == ({("total",)} if saved else {("mean", "rstd"), ("total", "rstd")})
 
 
@@ -117,8 +116,7 @@ def test_without_a_policy_all_is_made_again():
     assert made(jln, None)["products"] > 3 * (PRODUCTS - 1)
 
 
-# A CPU has one memory, and so offloads nothing.
-GRADIENTS = [(name, {}) for name in POLICIES if name != "offloaded"] + [("dots", {"remat": True})]
+GRADIENTS = [(name, {}) for name in POLICIES] + [("dots", {"remat": True})]
 
 
 @pytest.mark.parametrize(("name", "options"), GRADIENTS, ids=str)
