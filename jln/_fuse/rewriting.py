@@ -48,7 +48,6 @@ _ELEMENTWISE = {
 # for 13.43), and of products in eight bits: with Flax's a Llama's move 19.8 and would 20.3, a GPT's 20.9, for 21.8.
 _IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads in its own dtype XLA makes better, with what is behind"
 _IS_READ_FAR_FROM_A_PRODUCT = "{} stands between the norm and its product: an RMSNorm XLA makes better, with that"
-_IS_BETTER_ALL_THE_SAME = "products read it in eight bits alone, and a LayerNorm's operator is better all the same"
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
 # better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
 # backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
@@ -97,7 +96,7 @@ def _is_read_by_a_product(graph: Graph, y: Value) -> bool:
     """True of a result, and where a product reads the value, its copy or its reshape, or what is not known."""
     found = readers(graph, y, _keeps_dtype)
     return any(
-        node is None or not (node.operation in _ELEMENTWISE or _is_quantised(node.output) or _quantises(node, value))
+        node is None or not (node.operation in _ELEMENTWISE or _is_quantised(node.output) or _quantises(node))
         for value, node, _ in found
     )
 
@@ -120,18 +119,16 @@ def _why_no_product(graph: Graph, y: Value) -> str:
 def _is_read_in_eight_bits(graph: Graph, y: Value) -> bool:
     """True where functions read the value, scaled or reshaped, in eight bits, and no product in its own dtype."""
     found = readers(graph, y, lambda node: shapes(node) or node.operation in ("mul", "div", "broadcast_in_dim"))
-    quantised = any(node is not None and _quantises(node, value) for value, node, _ in found)
+    quantised = any(node is not None and _quantises(node) for value, node, _ in found)
     return quantised and not _is_read_by_a_product(graph, y)
 
 
-def _quantises(node: Node, y: Value) -> bool:
-    """True of a function with its own derivative whose products read the value in eight bits or fewer alone."""
+def _quantises(node: Node) -> bool:
+    """True of a function with its own derivative that has eight bits or fewer inside, as products in these are."""
     if node.operation != "custom_vjp_call":
         return False
     body = Graph(node.params["call_jaxpr"])
-    operands = [a for a, v in zip(body.inputs, node.inputs, strict=True) if v is y]
-    values = [*body.inputs, *(v for n in body.nodes for v in n.outputs)]
-    return any(map(_is_quantised, values)) and not any(_is_read_by_a_product(body, a) for a in operands)
+    return any(map(_is_quantised, [*body.inputs, *(v for n in body.nodes for v in n.outputs)]))
 
 
 def _is_quantised(value: Value) -> bool:
@@ -211,8 +208,6 @@ class _Rewriting:
             junction = None
         addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
-        if norm.centres and _is_read_in_eight_bits(self.graph, norm.y):
-            why = _IS_BETTER_ALL_THE_SAME
         hands_on = junction is None and self._hands_on(norm)
         own = [] if linears or addition is not None or norm.z is not None else self._products(norm)
         how: Any = {"linears": linears, "remat": self._remakes(norm, junction), "hands_on": hands_on}
