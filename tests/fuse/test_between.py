@@ -118,6 +118,21 @@ def test_a_norm_in_16_bits_of_a_float32_stream_has_its_linears():
     assert difference(loss, *arguments, linears=True) <= 2e-2
 
 
+def test_a_norm_that_is_read_without_its_factor_is_made_once():
+    def loss(x, s, w):
+        y = rms(x, s)
+        return jnp.sum(jnp.sin((y * 0.1) @ w) + jnp.sum(jnp.cos(y @ w)))
+
+    assert operators(loss, X, S, W) == {"rms_norm": 1}
+    assert difference(loss, X, S, W) <= 1e-12
+
+
+def test_a_constraint_in_front_of_linears_is_one_of_what_the_norm_reads():
+    program = jax.make_jaxpr(jln.fuse(behind_a_sum(BETWEEN["a constraint"]), linears=True))(*ARGUMENTS)
+    constrained = [e.invars[0] for e in program.jaxpr.eqns if e.primitive.name == "sharding_constraint"]
+    assert len(constrained) == 2 and program.jaxpr.invars[1] in constrained  # x, which a product makes, and r
+
+
 # Copies.
 
 
@@ -149,6 +164,17 @@ def test_each_product_has_the_constraints_and_names_in_front_of_it():
     assert difference(loss, X, S, W) <= 1e-12
     program = str(jax.make_jaxpr(jln.fuse(loss))(X, S, W))
     assert program.count("sharding_constraint[") == 3 and program.count("name=kept") == 2
+
+
+def test_copies_are_kept_once():
+    """Between forward and backward a scan would hold each."""
+
+    def loss(x, s, w):
+        y = rms(x, s)
+        return jnp.sum(jnp.sin(y @ w)) + jnp.sum(jnp.sin(y @ (2 * w)))
+
+    kept = jax.make_jaxpr(lambda *a: jax.vjp(jln.fuse(loss), *a)[1])(X, S, W).jaxpr.outvars
+    assert len({v for v in kept if v.aval.shape == X.shape}) == 2  # x and y
 
 
 def test_copies_in_transformations():
@@ -228,6 +254,20 @@ def test_a_checkpoint_keeps_what_has_a_name_behind_a_product(case):
     routes = jln.explain(jln.fuse(loss), X, S, W, V, C)
     assert [r.layer for r in routes] == ["jln.add_rms_norm_linear" if are_kept else "jln.add_rms_norm"] * 2
     assert difference(loss, X, S, W, V, C, by_choice=True) <= 1e-12
+
+
+def test_a_name_in_front_of_an_operator_stays():
+    """The operator reads what the checkpoint keeps, not what is in front of the name."""
+
+    def loss(x, r, s, w):
+        return jnp.sum(jnp.sin(rms(checkpoint_name(x @ jnp.eye(H), "kept") + r, s) @ w))
+
+    (route,) = jln.explain(jln.fuse(loss), X, R, S, W)
+    assert route.layer == "jln.add_rms_norm"
+    equations = jax.make_jaxpr(jln.fuse(loss))(X, R, S, W).jaxpr.eqns
+    (named,) = (e.outvars[0] for e in equations if e.primitive.name == "name")
+    (operator,) = (e for e in equations if e.primitive.name.startswith("jln_"))
+    assert named in operator.invars
 
 
 # Epsilon.

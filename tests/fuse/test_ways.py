@@ -78,6 +78,11 @@ def a_scale_for_each_head_by_einsum(x, s):
     return jnp.einsum("bthd,hd->bthd", x * lax.rsqrt(ms(x) + EPS), s)
 
 
+@case(normal(2, 4, H), normal(H, 4), finds="rms_norm")
+def a_scale_whose_axes_are_turned(x, s):
+    return jnp.einsum("bhd,dh->bhd", x * lax.rsqrt(ms(x) + EPS), s)
+
+
 @case(X, S, finds="rms_norm")
 def keras_hub_llama(x, s):
     var = jnp.mean(jnp.power(x, 2.0), axis=-1, keepdims=True)
@@ -280,3 +285,12 @@ def test_a_result_that_every_product_casts_back_is_written_as_the_products_read_
         e for e in program.eqns if e.primitive.name == "convert_element_type" and e.outvars[0].aval.shape == X.shape
     ]
     assert not casts, casts
+
+
+def test_a_product_without_a_sum_stays_one():
+    """It is looked at as a multiplication, and computed as it is written where no operator takes its place."""
+
+    def function(x, s):
+        return jnp.einsum("...k,k->...k", jnp.sin(x), s) + x * lax.rsqrt(ms(x) + EPS)
+
+    assert "dot_general" in str(jax.make_jaxpr(jln.fuse(function))(X, S))

@@ -38,8 +38,8 @@ FROZEN_ARGUMENTS = [
     Mutant(
         "doffset alone of a part of the rows",
         LINEAR_LAUNCH,
-        "sums = norms.column_sums(rows, dtype)",
-        "sums = norms.column_sums(rows[..., 1:, :], dtype)",
+        "sums = norms.column_sums(rows, dtype, batch_dims)",
+        "sums = norms.column_sums(rows[..., 1:, :], dtype, batch_dims)",
         (f"{FROZEN}test_some_gradients_are_those_of_all[triton-layer_norm_linear-offset-False]",),
     ),
     Mutant(

@@ -52,7 +52,7 @@ LINEARS = [
     ),
     Mutant(
         "no norm made again by its backward operation in a checkpoint", CALLS,
-        'options["remat"] = True', "pass", (f"{IN_A_CHECKPOINT}[dots-0]",),
+        '"remat": remat}', '"remat": False}', (f"{IN_A_CHECKPOINT}[dots-0]",),
     ),
     Mutant(
         "Linears taken where a checkpoint keeps all", POLICIES,

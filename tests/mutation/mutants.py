@@ -10,7 +10,7 @@ from eight_bit_linears import EIGHT_BIT_LINEARS
 from entries import ENTRIES
 from few_features import FEW_FEATURES
 from frozen import FROZEN_ARGUMENTS
-from fused_eight_bits import FUSED_EIGHT_BITS
+from fused import FUSED
 from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
@@ -39,6 +39,6 @@ MUTANTS = [
     *UNDER_VMAP,
     *EIGHT_BITS,
     *EIGHT_BIT_LINEARS,
-    *FUSED_EIGHT_BITS,
+    *FUSED,
     *KEYS,
 ]

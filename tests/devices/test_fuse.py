@@ -1,0 +1,45 @@
+"""What `jln.fuse` communicates on several devices: no more than the program as it is."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jln
+import program
+
+
+@pytest.mark.usefixtures("promoted_ranks")
+@pytest.mark.parametrize("linears", [False, True], ids=["norms", "linears"])
+def test_a_result_that_is_split_is_gathered_once(linears):
+    """MaxText splits the features of a norm's result over "tensor", in front of several products, in a checkpoint."""
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), kinds, devices=jax.devices()[:4])
+    placed = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))  # noqa: E731
+    split = functools.partial(jax.lax.with_sharding_constraint, shardings=placed("data", None, "tensor"))
+
+    def layer(p, x):
+        x = split(x)
+        y = split(x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * p["s"])
+        q, k, v = (y @ p[name] for name in "qkv")
+        return x + split((jnp.sin(q) * jnp.cos(k) * v) @ p["o"])
+
+    def loss(p, x):
+        return jnp.sum(jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(p, x), None), x, p)[0] ** 2)
+
+    sizes = {"s": (2, 32), "q": (2, 32, 64), "k": (2, 32, 64), "v": (2, 32, 64), "o": (2, 64, 32)}
+    axes = {"s": (None, "tensor"), "o": (None, "tensor", None)}
+    parameters = {
+        name: jax.ShapeDtypeStruct(size, "float32", sharding=placed(*axes.get(name, (None, None, "tensor"))))
+        for name, size in sizes.items()
+    }
+    x = jax.ShapeDtypeStruct((4, 16, 32), "float32", sharding=placed("data", None, "tensor"))
+    counts = []
+    for function in (loss, jln.fuse(loss, linears=linears)):
+        compiled = jax.jit(jax.grad(function, (0, 1))).lower(parameters, x).compile()
+        found = program.collectives(compiled.as_text())
+        counts.append((sum(c.times for c in found), sum(c.times * c.bytes for c in found)))
+    (times, size), (own_times, own_size) = counts
+    assert own_times <= times and own_size <= size
