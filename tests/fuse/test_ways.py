@@ -80,7 +80,8 @@ def a_scale_for_each_head_by_einsum(x, s):
 
 @case(normal(2, 4, H), normal(H, 4), finds="rms_norm")
 def a_scale_whose_axes_are_turned(x, s):
-    return jnp.einsum("bhd,dh->bhd", x * lax.rsqrt(ms(x) + EPS), s)
+    y = lax.dot_general(x * lax.rsqrt(ms(x) + EPS), s, (((), ()), ((2, 1), (0, 1))))
+    return jnp.transpose(y, (2, 1, 0))
 
 
 @case(X, S, finds="rms_norm")
@@ -285,6 +286,13 @@ def test_a_result_that_every_product_casts_back_is_written_as_the_products_read_
         e for e in program.eqns if e.primitive.name == "convert_element_type" and e.outvars[0].aval.shape == X.shape
     ]
     assert not casts, casts
+
+
+@pytest.mark.parametrize("name", ["maxtext", "a_scale_for_each_head_by_einsum", "a_scale_whose_axes_are_turned"])
+def test_a_scale_by_a_product_without_a_sum_is_the_operators(name):
+    function, args, *_ = CASES[name]
+    (operator,) = (e for e in jax.make_jaxpr(jln.fuse(function))(*args).eqns if e.primitive.name.startswith("jln_"))
+    assert len(operator.invars) == 2
 
 
 def test_a_product_without_a_sum_stays_one():

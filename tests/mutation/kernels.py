@@ -211,17 +211,17 @@ KERNELS = [
         "a share too many added up", BACKWARD,
         "mask = (program < programs)[:, None] & exists[None, :]",
         "mask = (program <= programs)[:, None] & exists[None, :]",
-        (f"{OPERATORS}test_reduction_of_many_partial_sums[33]",),
+        (f"{OPERATORS}test_reduction_of_many_partial_sums[129]",),
     ),
     Mutant(
         "a block of shares forgotten", BACKWARD,
         "for first in range(0, programs, BLOCK_ROWS)", "for first in range(0, programs - 1, BLOCK_ROWS)",
-        (f"{OPERATORS}test_reduction_of_many_partial_sums[33]",),
+        (f"{OPERATORS}test_reduction_of_many_partial_sums[129]",),
     ),
     Mutant(
         "all groups' sums in the first one's place", BACKWARD,
         "at = group * H + column", "at = column",
-        (f"{OPERATORS}test_reduction_of_many_partial_sums[33]",),
+        (f"{OPERATORS}test_reduction_of_many_partial_sums[129]",),
     ),
     # The fused kernels
     Mutant(
