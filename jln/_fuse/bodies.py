@@ -47,7 +47,7 @@ def evaluate(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, find
 
 
 def _note_left(finding: Finding) -> None:
-    """Note a norm that stays as it was, at the author's line."""
+    """Note a norm that stays as it was, at the model's line."""
     _explain.note(f"norm of {finding.x.aval.str_short()}", "plain", f"{finding.why}; {place(finding.node)}")
 
 
@@ -86,18 +86,14 @@ def place(node: Node) -> str:
 
 
 def _call(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of a call, which is noted as an operator at the author's line if it is one."""
+    """The results of a call, which is noted as an operator at the model's line if it is one."""
     assert node.call is not None
-    finding: Finding | None = node.remark
-    if finding is None:
-        with _explain.listen(None):
-            return node.call(*operands)
-    remark = f" ({finding.why})" if finding.why else ""
-    path = "fused" if str(finding.operator).endswith("_linear") else "norm"
-    why = f"{', '.join(finding.operands)}{remark}; {place(finding.node)}"
-    _explain.note(f"jln.{finding.operator}", path, why, operands[0])
-    with _explain.listen(None):
-        return node.call(*operands)
+    if (finding := node.remark) is not None:
+        remark = f" ({finding.why})" if finding.why else ""
+        path = "fused" if str(finding.operator).endswith("_linear") else "norm"
+        why = f"{', '.join(finding.operands)}{remark}; {place(finding.node)}"
+        _explain.note(f"jln.{finding.operator}", path, why, operands[0])
+    return node.call(*operands)
 
 
 def _bind(equation: Any, operands: Sequence[Any], options: Options, findings: list[Finding]) -> Sequence[Any]:

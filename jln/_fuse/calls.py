@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jln._checks import promote
 from jln._fuse.certificate import Constants
@@ -38,20 +39,20 @@ class Options(NamedTuple):
 class Operand(NamedTuple):
     """An array of the program as an operator takes it: reshaped to `shape`, or with one of its axes in front.
 
-    factor: a number to multiply it with, in float32 or wider. constraint: a sharding constraint that it is given.
+    factor: a number of NumPy to multiply it with. constraint: a sharding constraint that it is given.
     """
 
     value: Value
     shape: tuple[int, ...] | None = None
     axis_in_front: int = 0
-    factor: float = 1.0
+    factor: Any = np.float32(1)
     constraint: Node | None = None
 
     def of(self, array: Any) -> Any:
         if self.constraint is not None:
             (array,) = bind(self.constraint.equation, [array])
         if self.factor != 1:
-            array = array.astype(promote(array.dtype, jnp.float32)) * self.factor
+            array = array.astype(promote(array.dtype, self.factor.dtype)) * self.factor
         if self.axis_in_front:
             array = jnp.moveaxis(array, self.axis_in_front, 0)
         return array if self.shape is None or array.shape == self.shape else array.reshape(self.shape)
@@ -71,13 +72,11 @@ class Call(NamedTuple):
 
     def names(self) -> tuple[str, ...]:
         """The names of the arrays that the operator is given."""
-        several = {name: a if _is_several(a) else (a,) for name, a in self.operands.items()}
-        given = [name for name, of in several.items() if any(a is not None for a in of)]
+        given = [name for name, a in self.operands.items() if any(b is not None for b in _several(a))]
         return tuple("residual" if name == "added" else name for name in given)
 
     def inputs(self) -> list[Value]:
-        flat = [b for a in self.operands.values() for b in (a if _is_several(a) else (a,))]
-        return [a.value for a in flat if isinstance(a, Operand)]
+        return [b.value for a in self.operands.values() for b in _several(a) if isinstance(b, Operand)]
 
     def __call__(self, *arrays: Any) -> Arrays:
         rest = iter(arrays)
@@ -85,12 +84,12 @@ class Call(NamedTuple):
         def read(a: Any) -> Any:
             return jnp.asarray(a.of(next(rest))) if isinstance(a, Operand) else a
 
-        given = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self.operands.items()}
+        given = {n: tuple(map(read, a)) if type(a) is tuple else read(a) for n, a in self.operands.items()}
         return call(Arrays(**given), self.norm, **self.options)
 
 
-def _is_several(a: Any) -> bool:
-    return type(a) is tuple
+def _several(a: Any) -> tuple[Any, ...]:
+    return a if type(a) is tuple else (a,)
 
 
 def call_of(
@@ -163,7 +162,8 @@ def _parameter(parameter: Parameter | None, norm: Norm) -> Operand | None:
     features = [a - norm.x.ndim for a in norm.features]
     is_shared = parameter.size == math.prod(norm.x.shape[a] for a in features)
     shape = tuple(parameter.shape[a] for a in features) if is_shared else parameter.shape
-    return Operand(parameter.source, shape, factor=parameter.factor)
+    factor = promote(norm.x.dtype, jnp.float32).type(parameter.factor)  # as wide as the arithmetic
+    return Operand(parameter.source, shape, factor=factor)
 
 
 def _around_zero(scale: Parameter, constants: Constants) -> Parameter | None:

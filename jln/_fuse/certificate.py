@@ -80,10 +80,8 @@ def _sigmoid(a: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-a))
 
 
-_SAME = _elementwise(lambda a: a)
 ANALYTIC: dict[str, Callable[..., Any]] = {
-    "add": _elementwise(np.add),
-    "add_any": _elementwise(np.add),
+    **dict.fromkeys(("add", "add_any"), _elementwise(np.add)),
     "sub": _elementwise(np.subtract),
     "mul": _elementwise(np.multiply),
     "div": _elementwise(np.divide),
@@ -96,18 +94,12 @@ ANALYTIC: dict[str, Callable[..., Any]] = {
     "exp": _elementwise(np.exp),
     "log": _elementwise(np.log),
     "logistic": _elementwise(_sigmoid),
-    "convert_element_type": _SAME,
     "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "squeeze": _reshape,
-    "expand_dims": _reshape,
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
     "transpose": lambda node, a: np.transpose(a, node.params["permutation"]),
     "reduce_sum": _sum,
     "dot_general": _dot,
-    "copy": _SAME,
-    "copy_p": _SAME,
-    "pvary": _SAME,
-    "pcast": _SAME,
+    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "pvary", "pcast"), _elementwise(lambda a: a)),
 }
 _OF_CONSTANTS = ANALYTIC | {
     "max": _elementwise(np.maximum),

@@ -1,7 +1,6 @@
 """The Linears behind a norm: products of its result with arrays that are not made of it.
 
-They become a part of the norm's operator, which then keeps no result for backward, or, where others read the result
-too, one function that makes it again.
+They become a part of the norm's operator, which then keeps no result for backward.
 """
 
 from __future__ import annotations

@@ -266,22 +266,15 @@ def _factor(got: Sequence[np.ndarray], wanted: Iterable[np.ndarray], *, has_scal
 
     has_scale: whether a scale could take another number than 1.
     """
-    factor = None
+    factor = None if has_scale else 1.0
     for a, b in zip(got, wanted, strict=True):
         if factor is None:
-            factor = _ratio(a, b) if has_scale else 1.0
-            factor = 1.0 if abs(factor - 1) < 1e-9 else factor
-        if not (np.isfinite(factor) and factor != 0 and agree(a, factor * b)):
+            largest = np.unravel_index(np.argmax(np.abs(b)), b.shape)
+            ratio = float(a[largest] / b[largest]) if a.shape == b.shape and b[largest] else 1.0
+            factor = 1.0 if abs(ratio - 1) < 1e-9 else ratio
+        if factor == 0 or not np.isfinite(factor) or not agree(a, factor * b):
             return None
     return factor
-
-
-def _ratio(a: np.ndarray, b: np.ndarray) -> float:
-    """The ratio of two arrays where the second is largest; 1 where that is not to be told."""
-    if a.shape != b.shape or not np.isfinite(b).all() or not b.any():
-        return 1.0
-    largest = np.unravel_index(np.argmax(np.abs(b)), b.shape)
-    return float(a[largest] / b[largest])
 
 
 def _squares(rows: np.ndarray, features: tuple[int, ...]) -> list[np.ndarray]:

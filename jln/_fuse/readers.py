@@ -1,4 +1,4 @@
-"""What reads a value of a program: one walk, for all who ask what stands behind a norm."""
+"""Readers of a value of a program: one walk, for all who ask what stands behind a norm."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ class Reader(NamedTuple):
     value: Value
     node: Node | None
     between: tuple[Node, ...]
-
-
-CAST = "convert_element_type"
 
 
 def spreads(node: Node) -> bool:
@@ -42,7 +39,7 @@ def hands_on(node: Node) -> bool:
 
 def casts(node: Node) -> bool:
     """True of a node whose result is what it reads, perhaps in another dtype."""
-    return hands_on(node) or node.operation == CAST
+    return hands_on(node) or node.operation == "convert_element_type"
 
 
 def shapes(node: Node) -> bool:

@@ -138,8 +138,8 @@ def _is_quantised(value: Value) -> bool:
 class _Rewriting:
     def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
         self.graph, self.options, self.constants = graph, options, constants
-        is_spread = any(map(spreads, graph.nodes))  # then Linears may gather once more what they make again
-        self.is_kept_in_turns = options.is_scanned and not options.is_checkpointed and not is_spread
+        # On several devices Linears may gather once more what they make again.
+        self.is_kept_in_turns = options.is_scanned and not (options.is_checkpointed or any(map(spreads, graph.nodes)))
         self.keeps_products = options.is_checkpointed and kept_by(options.policy)["products"]
         self.keeps_products_alone = options.is_checkpointed and keeps_products_alone(options.policy)
         self.junctions: dict[Value, Junction] = {}  # by their norm's y

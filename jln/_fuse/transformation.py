@@ -53,22 +53,19 @@ def fuse(
     has no step of which that would prove nothing, such as a maximum. All else stays as it is: loops, checkpoints with
     their policies, shardings, effects, random numbers.
 
-    Where products read a norm in eight bits alone, as by `jax.nn.scaled_dot_general` or Flax's, an RMSNorm by itself is
-    left. A norm writes eight bits itself where it is called with `quantize=`, as of `layer_norm`.
-
     It belongs below `grad`: of a function that differentiates inside, as a training step does, backward reads what
     forward has made, and nothing is saved. What an operator rounds it rounds once, so 16-bit results differ from the
     function's own by what its casts rounded.
 
-    `jln.explain(fused, *args)` lists the operators and the norms that were left, with the author's lines.
+    `jln.explain(fused, *args)` lists the operators and the norms that were left, with the model's lines.
 
     Args:
       function: a function of arrays and of anything else, such as a loss. Leaves of its arguments that are no arrays
         are static, in a trace NumPy's scalars too, and compared by `==`: what is changed in one between calls must
         change that. Strings and enums among its results are handed on. None: the result is a decorator.
       linears: have the Linears behind a norm keep what the norm read, not its result. Less memory is held between
-        forward and backward, and a few percent more bytes are moved. In a `jax.checkpoint` that keeps products and no
-        more they do in any case, and backward makes again what is normalised.
+        forward and backward, and up to 3 % more bytes are moved. They do in any case in a scan, and where a
+        `jax.checkpoint` keeps products and no more.
       implementation, forward_mode: of the operators, as of `layer_norm`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What `jln.fuse` communicates on several devices: no more than the program as it is."""
+"""Collectives of a fused program on several devices: no more than of the program as it is."""
 
 import functools
 

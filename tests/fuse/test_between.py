@@ -1,4 +1,4 @@
-"""What stands between a norm and its products, as MaxText, Penzai, T5 and big_vision write it, and who reads a copy."""
+"""Steps between a norm and its products, as MaxText, Penzai, T5 and big_vision write them, and copies of its result."""
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +140,7 @@ def test_a_constraint_in_front_of_linears_is_one_of_what_the_norm_reads():
 @pytest.mark.parametrize(("products", "added"), [(1, 0), (2, 0), (3, 0), (5, 0), (1, 1), (2, 1), (3, 1)])
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_what_products_pull_back_is_added_up_in_the_backward_kernel(norm, products, added):
-    """Up to three arrays come to it; in front of it XLA adds up what is more."""
+    """Three arrays at most come to it; in front of it XLA adds up what is more."""
 
     def loss(x, r, s, w):
         y = rms(x + r, s) if norm == "rms_norm" else layer(x + r) * s
@@ -168,7 +168,7 @@ def test_each_product_has_the_constraints_and_names_in_front_of_it():
 
 
 def test_copies_are_kept_once():
-    """Between forward and backward a scan would hold each."""
+    """A scan would hold each between forward and backward."""
 
     def loss(x, s, w):
         y = rms(x, s)
@@ -204,7 +204,7 @@ def test_a_product_that_nobody_differentiates_pulls_nothing_back():
 
 
 def test_a_product_of_two_norms_results_reads_both():
-    """As of queries and keys, each of which others read too."""
+    """Such are queries and keys, each of which others read too."""
 
     def loss(x, r, s, w):
         q, k = rms(jnp.sin(x), s), layer(jnp.cos(r)) * s
@@ -249,7 +249,7 @@ NAMES = {
 
 @pytest.mark.parametrize("case", NAMES)
 def test_a_checkpoint_keeps_what_has_a_name_behind_a_product(case):
-    """Then the Linears' operator makes again what is normalised; else norms are left to XLA, or hand on their x."""
+    """The Linears' operator then makes again what is normalised; else norms hand on their x."""
     names, keeps, are_kept = NAMES[case]
     loss = checkpointed(names, keeps)
     routes = jln.explain(jln.fuse(loss), X, S, W, V, C)

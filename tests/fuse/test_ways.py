@@ -91,11 +91,6 @@ def keras_hub_llama(x, s):
 
 
 @case(X, S, finds="rms_norm")
-def a_square_by_an_exponent_that_is_an_array(x, s):
-    return x * lax.rsqrt(mean(jnp.power(x, jnp.asarray(2.0))) + EPS) * s
-
-
-@case(X, S, finds="rms_norm")
 def a_float_power(x, s):
     return x * lax.rsqrt(mean(jnp.float_power(x, 2)) + EPS) * s
 
@@ -116,60 +111,9 @@ def standardize(x):
     return jax.nn.standardize(x, epsilon=1e-5)
 
 
-@case(X, finds="layer_norm")
-def variance_with_ddof_0(x):
-    return (x - mean(x)) / jnp.sqrt(jnp.var(x, axis=-1, ddof=0, keepdims=True) + EPS)
-
-
-@case(X, finds="layer_norm")
-def variance_of_the_centred(x):
-    d = x - mean(x)
-    return d / jnp.sqrt(jnp.var(d, axis=-1, keepdims=True) + EPS)
-
-
-@case(X, finds="layer_norm")
-def mean_of_squares_minus_squared_mean(x):
-    return (x - mean(x)) * lax.rsqrt(mean(x * x) - mean(x) ** 2 + EPS)
-
-
-@case(X, finds="rms_norm")
-def power_minus_a_half(x):
-    return x * (mean(x**2) + EPS) ** -0.5
-
-
-@case(X, finds="rms_norm")
-def exponential_of_half_a_logarithm(x):
-    return x * jnp.exp(-0.5 * jnp.log(mean(x**2) + EPS))
-
-
-@case(X, finds="rms_norm")
-def divided_by_a_root(x):
-    return x / (mean(x**2) + EPS) ** 0.5
-
-
-@case(X, finds="rms_norm")
-def an_einsum_with_itself(x):
-    return x * lax.rsqrt(jnp.einsum("bsh,bsh->bs", x, x)[..., None] / H + EPS)
-
-
-@case(X, finds="rms_norm")
-def vecdot(x):
-    return x * lax.rsqrt(jnp.vecdot(x, x)[..., None] / H + EPS)
-
-
-@case(X, finds="rms_norm")
-def length(x):
-    return x / jnp.sqrt(jnp.linalg.norm(x, axis=-1, keepdims=True) ** 2 / H + EPS)
-
-
 @case(X, finds="rms_norm")
 def length_without_epsilon(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True) * H**0.5
-
-
-@case(X, finds="rms_norm")
-def a_dot_general(x):
-    return x * lax.rsqrt(lax.dot_general(x, x, (((2,), (2,)), ((0, 1), (0, 1))))[..., None] / H + EPS)
 
 
 @case(X, finds="rms_norm")
@@ -182,11 +126,6 @@ def rows_by_vmap(x):
     return jax.vmap(jax.vmap(lambda row: row / jnp.sqrt(row @ row / H + EPS)))(x)
 
 
-@case(X, S, finds="rms_norm")
-def a_sum_times_one_over_the_features(x, s):
-    return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) * (1 / H) + EPS) * s
-
-
 @case(normal(4, 768, dtype=np.float32), finds="rms_norm")
 def one_over_features_that_float32_rounds(x):
     return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) * (1 / 768) + EPS)
@@ -195,13 +134,6 @@ def one_over_features_that_float32_rounds(x):
 @case(normal(4, 768, dtype=np.float32), finds="rms_norm")
 def a_root_of_the_features_that_float32_rounds(x):
     return x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True)) * 768**0.5
-
-
-@case(X, finds="layer_norm")
-def an_expression_that_is_written_twice(x):
-    return (x - jnp.mean(x, -1, keepdims=True)) / jnp.sqrt(
-        jnp.mean((x - jnp.mean(x, -1, keepdims=True)) ** 2, -1, keepdims=True) + EPS
-    )
 
 
 @case(X, S, finds="rms_norm")
@@ -296,7 +228,7 @@ def test_a_scale_by_a_product_without_a_sum_is_the_operators(name):
 
 
 def test_a_product_without_a_sum_stays_one():
-    """It is looked at as a multiplication, and computed as it is written where no operator takes its place."""
+    """Such a product is computed as it is written where no operator takes its place."""
 
     def function(x, s):
         return jnp.einsum("...k,k->...k", jnp.sin(x), s) + x * lax.rsqrt(ms(x) + EPS)

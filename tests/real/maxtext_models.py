@@ -2,7 +2,7 @@
 """Fuse MaxText's own models and training step, and compare them with themselves: losses, gradients and parameters.
 
     pip install --no-deps maxtext==0.2.5 omegaconf==2.4.0    # Python 3.12 or newer, with jln's extra `test`
-    python tests/real/maxtext.py     # two minutes, nothing is downloaded
+    python tests/real/maxtext_models.py     # two minutes, nothing is downloaded
 
 First small models by MaxText's own configurations, on one device: the norms and sums that `jln.nnx.fuse` finds in
 MaxText's loss, and the largest difference of any gradient, as a part of that gradient's largest element. Then a step of
@@ -30,8 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["DECOUPLE_GCLOUD"] = "TRUE"  # MaxText's own stand-ins for Google Cloud
 
-# In the place of this script's folder, where Python would find the script by the name of the package.
-sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +81,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 import jln
 import jln.nnx
 import program
-from counted import found
+from compared import difference, judged
 
 LAYERS, WIDTH, WORDS = 2, 32, 64
 
@@ -154,16 +153,6 @@ MESHES = {
 }
 
 
-def difference(own: Any, wanted: Any, tolerances: tuple[float, float]) -> tuple[float, bool]:
-    """The largest difference of any array, as a part of its largest element; and whether all are small enough."""
-    pairs = [(float(np.abs(a - b).max()), float(np.abs(b).max())) for a, b in zip(own, wanted, strict=True)]
-    greatest = max(size for _, size in pairs)
-    relative, rounding = tolerances
-    allowed = [error <= relative * size + rounding * greatest for error, size in pairs]
-    significant = [error / size for error, size in pairs if size > rounding / relative * greatest]
-    return max(significant), all(allowed)
-
-
 def config_of(**own: Any) -> Any:
     sizes = {"base_emb_dim": WIDTH, "base_mlp_dim": 3 * WIDTH, "base_num_query_heads": 4, "base_num_kv_heads": 2}
     sizes |= {"head_dim": 8, "vocab_size": WORDS, "max_target_length": 16}
@@ -183,7 +172,7 @@ def context(config: Any, mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 
 def moved(parameters: Any) -> Any:
-    """The parameters and something more: norms' scales are all 1 at first."""
+    """Move the parameters a little: norms' scales are all 1 at first."""
     r = np.random.default_rng(2)
     return jax.tree.map(
         lambda a: jax.device_put(a + 0.1 * r.normal(size=a.shape).astype(a.dtype), a.sharding), parameters
@@ -210,8 +199,6 @@ def checked(real: Real) -> bool:
     parameters, batch = moved(parameters), batch_of(config)
 
     def with_model(loss_fn: Callable[..., Any]) -> Callable[[Any], jax.Array]:
-        """As `train.train_step` has it."""
-
         def loss(parameters: Any) -> jax.Array:
             return loss_fn(nnx.merge(graph, parameters, rest, copy=True), config, dict(batch), None, None)[0]
 
@@ -221,25 +208,20 @@ def checked(real: Real) -> bool:
         value, gradients = jax.jit(jax.value_and_grad(loss))(parameters)
         return [value, *jax.tree.leaves(gradients)]
 
-    are_right = []
+    layers = f"{'scanned' if real.scanned else 'unrolled'}, {real.remat}"
+    counts = [(real.norms, real.sums, linears, real.left) for linears in real.linears]
+
+    def fuse(loss: Any, **options: Any) -> Callable[[Any], jax.Array]:
+        return with_model(jln.nnx.fuse(train.loss_fn, **options))
+
     with context(config, mesh):
-        wanted = results(with_model(train.loss_fn))
-        for linears in (False, True):
-            fused = with_model(jln.nnx.fuse(train.loss_fn, linears=linears))
-            largest, is_right = difference(results(fused), wanted, TOLERANCES)
-            counts = found(fused, parameters)
-            is_right &= counts == (real.norms, real.sums, real.linears[linears], real.left)
-            named = ", ".join(f"{n} {what}" for what, n in counts._asdict().items())
-            layers = f"{'scanned' if real.scanned else 'unrolled'}, {real.remat}"
-            verdict = "ok" if is_right else "WRONG"
-            print(f"{real.model:<9} {layers:<17} {named}; largest difference {largest:.0e}: {verdict}", flush=True)
-            are_right.append(is_right)
-        are_right.append(is_refused(model, config, batch))
-    return all(are_right)
+        own = with_model(train.loss_fn)
+        is_right = judged(f"{real.model} {layers}", results, own, parameters, counts, TOLERANCES, fuse)
+        return is_refused(model, config, batch) and is_right
 
 
 def is_refused(*args: Any) -> bool:
-    """Whether `jln.fuse` says that `jln.nnx.fuse` is for functions of a model."""
+    """Return whether `jln.fuse` says that `jln.nnx.fuse` is for functions of a model."""
     try:
         jln.fuse(train.loss_fn)(*args, None, None)
     except TypeError as error:
@@ -263,7 +245,7 @@ def step_checked(name: str, meshed: Meshed) -> bool:
     parameters, batch = moved(parameters), next(data)
 
     def step(loss_fn: Callable[..., Any]) -> tuple[list[Any], int, int]:
-        """What it adds to the parameters, the number of its collectives, and their bytes."""
+        """Return what it adds to the parameters, the number of its collectives, and their bytes."""
         with mock.patch.object(train, "loss_fn", loss_fn), context(config, mesh):
             jitted, _ = train_utils.jit_train_and_eval_step(
                 config, graph, mesh, state, shardings, train.train_step, params_shardings=of_parameters
