@@ -1,7 +1,6 @@
 """Fuse keras_hub's own models, and compare them with themselves: losses and gradients.
 
-    pip install --no-deps keras==3.15.1 keras-hub==0.32.0    # beside transformers, which brings what else they import
-    pip install namex optree h5py absl-py kagglehub
+    pip install --no-deps keras==3.15.1 keras-hub==0.32.0 h5py namex optree    # beside transformers, which brings more
     python tests/real/keras_models.py     # a minute, nothing is downloaded
 
 For every backbone, with a head behind it: the norms and sums that `jln.fuse` finds, and the largest difference of any

@@ -3,6 +3,7 @@
 
     pip install --no-deps maxtext==0.2.5 omegaconf==2.4.0    # Python 3.12 or newer, with jln's extra `test`
     python tests/real/maxtext_models.py     # two minutes, nothing is downloaded
+    python tests/real/maxtext_models.py moved [Llama]    # bytes, with jax[cuda13] and jax-triton; two minutes
 
 First small models by MaxText's own configurations, on one device: the norms and sums that `jln.nnx.fuse` finds in
 MaxText's loss, and the largest difference of any gradient, as a part of that gradient's largest element. Then a step of
@@ -37,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
+from jax._src.cudnn import fused_attention_stablehlo as attention
 
 # What MaxText imports for data, tokenizers, checkpoints, quantisation and TPUs' kernels; the tests need nothing of it.
 ABSENT = "PIL aqt drjax grain huggingface_hub jinja2 ml_collections pathwaysutils sentencepiece sympy tiktoken tokamax"
@@ -75,6 +77,7 @@ sys.meta_path.insert(0, _Absent())
 with contextlib.redirect_stdout(io.StringIO()):
     import maxtext
     from maxtext.configs import pyconfig
+    from maxtext.layers import normalizations
     from maxtext.trainers.pre_train import train
     from maxtext.utils import maxtext_utils, maxtext_utils_nnx, model_creation_utils, sharding, train_utils
 
@@ -82,6 +85,8 @@ import jln
 import jln.nnx
 import program
 from compared import difference, judged
+from jln._triton.chip import chip_by_name
+from jln._triton.target import Gpu, using
 
 LAYERS, WIDTH, WORDS = 2, 32, 64
 
@@ -153,14 +158,19 @@ MESHES = {
 }
 
 
-def config_of(**own: Any) -> Any:
-    sizes = {"base_emb_dim": WIDTH, "base_mlp_dim": 3 * WIDTH, "base_num_query_heads": 4, "base_num_kv_heads": 2}
+def config_of(*, own_sizes: bool = False, **own: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "base_emb_dim": WIDTH,
+        "base_mlp_dim": 3 * WIDTH,
+        "base_num_query_heads": 4,
+        "base_num_kv_heads": 2,
+    }
     sizes |= {"head_dim": 8, "vocab_size": WORDS, "max_target_length": 16}
     kind = {"attention": "dot_product", "dtype": "float32", "dataset_type": "synthetic", "hardware": "cpu"}
     quiet = {"run_name": "x", "base_output_directory": "/nowhere", "enable_checkpointing": False, "jax_cache_dir": ""}
     quiet |= {"override_model_config": True, "skip_jax_distributed_system": True, "log_config": False}
     base = pathlib.Path(maxtext.__file__).parent / "configs/base.yml"
-    arguments = [f"{name}={value}" for name, value in (sizes | kind | quiet | own).items()]
+    arguments = [f"{name}={value}" for name, value in (({} if own_sizes else sizes) | kind | quiet | own).items()]
     with contextlib.redirect_stdout(io.StringIO()):
         return pyconfig.initialize(["", str(base), *arguments])
 
@@ -270,7 +280,70 @@ def step_checked(name: str, meshed: Meshed) -> bool:
     return all(are_right)
 
 
+# Of which `moved` tells the bytes: four blocks as wide as MaxText has them, of 8 sequences of 1024 tokens.
+WIDE = {
+    "Llama, scanned, minimal": Real("llama2-7b", True, "minimal", 0, 0, (0, 0), layers=4),
+    "Llama, scanned, full": Real("llama2-7b", True, "full", 0, 0, (0, 0), layers=4),
+    "Llama, unrolled, full": Real("llama2-7b", False, "full", 0, 0, (0, 0), layers=4),
+    "Qwen 3, scanned, full": Real("qwen3-8b", True, "full", 0, 0, (0, 0), layers=4),
+    "Gemma 2, scanned, full": Real("gemma2-9b", True, "full", 0, 0, (0, 0), layers=2),
+    "Gemma 2, unrolled, full": Real("gemma2-9b", False, "full", 0, 0, (0, 0), layers=2),
+}
+NO_NORM = mock.patch.object(normalizations.RMSNorm, "__call__", lambda self, x, **_: jnp.asarray(x, self.dtype))
+
+
+def print_moved(name: str, real: Real) -> None:
+    """Print what a step moves on an H200: as it is, fused, fused with Linears, and with its norms left out."""
+    config = config_of(
+        per_device_batch_size=1, max_target_length=1024, vocab_size=8192, attention="cudnn_flash_jax", dtype="bfloat16",
+        hardware="gpu", **real.options(), own_sizes=True,
+    )  # fmt: skip
+    kinds = (jax.sharding.AxisType.Auto,) * len(config.mesh_axes)
+    mesh = program.mesh("h200", (1,) * len(config.mesh_axes), config.mesh_axes, kinds)
+    with context(config, mesh):
+        _, model = model_creation_utils.create_nnx_abstract_model(config, mesh)
+    nnx.pop(model, nnx.Intermediate)
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    batch = {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+        for name, a in maxtext_utils.get_shaped_batch(config).items()
+    }
+
+    def step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(parameters: Any, rest: Any, batch: Any) -> jax.Array:
+            return loss_fn(nnx.merge(graph, parameters, rest, copy=True), config, dict(batch), None, None)[0]
+
+        return jax.value_and_grad(loss)
+
+    as_it_is, fused = contextlib.nullcontext(), [jln.nnx.fuse(train.loss_fn, linears=on) for on in (False, True)]
+    ways = [(train.loss_fn, as_it_is), *((function, as_it_is) for function in fused), (train.loss_fn, NO_NORM)]
+    moved = []
+    for loss_fn, norms in ways:
+        with context(config, mesh), cudnn(), using(Gpu(chip_by_name("h200"))), norms:
+            found = program.compile_for(step(loss_fn), parameters, rest, batch, chip="h200")
+        moved.append((found.bytes_total / 1e9, (found.bytes_total - found.product_bytes) / 1e9, found.temp_bytes / 1e9))
+    columns = (" / ".join(f"{row[i]:.2f}" for row in moved) for i in range(3))
+    print(f"| {name} | {' | '.join(columns)} |", flush=True)
+
+
+@contextlib.contextmanager
+def cudnn() -> Iterator[None]:
+    """Have JAX take cuDNN for there, of which it asks the machine, and the GPU for its compute capability."""
+    with (
+        mock.patch.object(attention, "check_cudnn_version", lambda: 91002),
+        mock.patch.object(attention, "check_compute_capability", lambda least: float(least) <= 9.0),
+        mock.patch.object(attention, "is_cuda_compute_capability_equal", lambda given: given == "9.0"),
+    ):
+        yield
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["moved"]:
+        print("| MaxText | moved, GB | outside of products, GB | temporary, GB |\n|---|---|---|---|")
+        for name in (name for name in WIDE if not sys.argv[2:] or any(word in name for word in sys.argv[2:])):
+            print_moved(name, WIDE[name])
+        return
     results = [checked(real) for real in MODELS]
     results += [step_checked(name, meshed) for name, meshed in MESHES.items()]
     sys.exit(0 if all(results) else 1)
