@@ -51,7 +51,7 @@ _IS_READ_FAR_FROM_A_PRODUCT = "{} stands between the norm and its product: an RM
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
 # better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
 # backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
-# kept, with operators 58.64, and if products are kept 64.39 and 62.23; of a GPT 50.17 and 45.96, 56.38 and 50.45
+# kept, with operators 57.56, and if products are kept 64.39 and 62.29; of a GPT 50.17 and 45.42, 56.38 and 50.54
 # (`benchmarks/fuse_choices.py`). Of products that are kept and in eight bits a GPT may move more than as it is.
 # A scan keeps what backward reads in arrays of all its turns, into which it is copied, and out of them. So there the
 # Linears keep what the norm reads: without a checkpoint the blocks of a Llama move 80.06 GB, and with them 77.91, those
