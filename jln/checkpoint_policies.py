@@ -9,8 +9,6 @@ the norm, has the name `jln.PRODUCT`, and a norm's row statistics have the name 
 - `dots_saveable`: save every product.
 - `dots_with_no_batch_dims_saveable`: save every product without batch dimensions: a Linear's, not attention's.
 - `dots_and_statistics_saveable`, `dots_with_no_batch_dims_and_statistics_saveable`: save row statistics, too.
-
-Under each of these the backward pass makes norms again.
 """
 
 from __future__ import annotations

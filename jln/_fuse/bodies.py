@@ -152,7 +152,7 @@ def _rewrite(body: ClosedJaxpr, options: Options, findings: list[Finding]) -> Cl
 
     rewritten = jax.make_jaxpr(same)(*body.in_avals)
     findings += own
-    return rewritten if any(f.operator is not None for f in own) else body
+    return rewritten if any(f.operator is not None or _explain.listen.value is not None for f in own) else body
 
 
 def _as(aval: Any, array: Any) -> Any:

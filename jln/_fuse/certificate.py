@@ -99,9 +99,10 @@ ANALYTIC: dict[str, Callable[..., Any]] = {
     "transpose": lambda node, a: np.transpose(a, node.params["permutation"]),
     "reduce_sum": _sum,
     "dot_general": _dot,
-    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "pvary", "pcast"), _elementwise(lambda a: a)),
+    **dict.fromkeys(("convert_element_type", "copy", "copy_p"), _elementwise(lambda a: a)),
 }
-_OF_CONSTANTS = ANALYTIC | {
+_OF_CONSTANTS = ANALYTIC | {  # what varies over more axes of a shard_map than its norm is no result of an operator
+    **dict.fromkeys(("pvary", "pcast"), _elementwise(lambda a: a)),
     "max": _elementwise(np.maximum),
     "min": _elementwise(np.minimum),
     "gt": _elementwise(np.greater),

@@ -64,6 +64,8 @@ def _linear(graph: Graph, z: Value, node: Node, constants: Constants) -> Linear 
     last = z.ndim - 1
     if node.operation != "dot_general":
         return f"{node.operation} reads its result"
+    if graph.maker(node.output) is not node:
+        return "a product of another norm's result reads it"
     if node.inputs[0] is node.inputs[1]:
         return "a product of its result with itself reads it"
     is_first = node.inputs[0] is z
@@ -112,11 +114,8 @@ def is_product(node: Node) -> bool:
     return node.operation == "dot_general" and node.inputs[0] is not node.inputs[1]
 
 
-def keeps_by_name(policy: Any, graph: Graph, value: Value) -> bool:
-    """True where a policy of `jax.checkpoint` keeps by name what is made of a value, so that it is not made again.
-
-    A policy knows a name alone, not what the name is of: only the program does.
-    """
+def keeps_by_name(policy: Any, graph: Graph, value: Value, constants: Constants) -> bool:
+    """True where a policy of `jax.checkpoint` keeps by name what is made of a value, so that it is not made again."""
     values = [value]
     for v in values:
         if graph.is_result(v) or not v.readers:
@@ -125,7 +124,7 @@ def keeps_by_name(policy: Any, graph: Graph, value: Value) -> bool:
             if node.operation == "name" and keeps(policy, node.equation):
                 continue
             others = [a for a in node.inputs if a is not v]
-            is_scaled = node.operation == "mul" and len(others) == 1 and not graph.depends(others[0], [v])
+            is_scaled = node.operation == "mul" and all(constants.number(a) is not None for a in others)
             if not (is_scaled or hands_on(node) or node.operation in _LINEAR):
                 return False
             values += [a for a in node.outputs if a not in values]

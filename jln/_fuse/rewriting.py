@@ -14,7 +14,7 @@ from jln._fuse.graph import Graph, Node, Value, bind
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, is_product, keeps_by_name, linears_of
 from jln._fuse.norms import Norm, norms_of
-from jln._fuse.readers import Reader, casts, readers, shapes, spreads
+from jln._fuse.readers import Reader, hands_on, readers, shapes, spreads
 from jln._fuse.regions import Parameter
 from jln._junction.arguments import groups_of
 from jln._junction.arrays import DY
@@ -212,9 +212,7 @@ class _Rewriting:
         own = [] if linears or addition is not None or norm.z is not None else self._products(norm)
         how: Any = {"linears": linears, "remat": self._remakes(norm, junction), "hands_on": hands_on}
         call = call_of(norm, junction, addition, self.options, self.constants, **how, copies=1 + len(own))
-        results = [norm.y] if addition is None else [addition.y]
-        if linears:
-            results = [p.y for p in linears]
+        results = [p.y for p in linears] or [norm.y if addition is None else addition.y]
         for reader in own:
             copy = Value(norm.y.aval, norm.y.maker)
             results.append(copy)
@@ -235,9 +233,10 @@ class _Rewriting:
         """
         if self.options.forward_mode:
             return []
-        found = readers(self.graph, norm.y, casts)
+        found = readers(self.graph, norm.y, hands_on)
         # With a constraint of its own each copy would be gathered; on several devices XLA adds up all the same.
-        products = [r for r in found if r.node and is_product(r.node) and not any(map(spreads, r.between))]
+        free = (r for r in found if r.node is not None and not any(map(spreads, r.between)))
+        products = [r for r in free if is_product(r.node) and self.graph.maker(r.node.output) is r.node]
         return products[: min(len(found), len(DY)) - 1]
 
     def _have_read(self, reader: Reader, copy: Value) -> None:
@@ -269,7 +268,7 @@ class _Rewriting:
         if any(self.graph.depends(v, results) for v in parameters):
             return [], "a Linear's kernel is made of its result"
         is_spread = any(p.constraint is not None and spreads(p.constraint) for p in linears)
-        if is_spread and self.options.is_checkpointed and not self._remakes(norm, junction):
+        if is_spread and not self._remakes(norm, junction):
             return [], "several devices would gather its result once more"
         if wanted:
             return linears, ""
@@ -289,4 +288,4 @@ class _Rewriting:
         if not self.options.is_checkpointed or policy is None:
             return False
         nodes = [r.node for r in readers(self.graph, norm.y, shapes) if r.node is not None and is_product(r.node)]
-        return bool(nodes) and all(keeps_by_name(policy, self.graph, node.output) for node in nodes)
+        return bool(nodes) and all(keeps_by_name(policy, self.graph, node.output, self.constants) for node in nodes)

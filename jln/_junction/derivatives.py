@@ -258,7 +258,7 @@ def in_plain_jnp(junction: Junction, operands: Arrays, axes: tuple[int, ...] | N
             a.x, of_norm, a.scale, a.offset, adds=junction.gives_total, residual=a.residual, x_bias=a.x_bias,
             both_sides=norm.both_sides, x_scale=a.x_scale, gate=a.gate, z=z,
             norm_before_gate=a.x_z is None, added=a.added, dtype=junction.y_dtype,
-            linears=None if a.kernel is None else (a.kernel, a.bias, junction.precision),
+            linears=None if a.kernel is None else (a.kernel, a.bias, junction.precision, junction.y_dtype),
         )  # fmt: skip
         y, total = made if junction.gives_total or a.residual is not None else (made, None)
         return Arrays(y=_copied(y, junction), total=total)

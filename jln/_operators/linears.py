@@ -62,7 +62,7 @@ def layer_norm_linear(
       quantize: `jln.MXFloat8(...)` or `jln.Float8(...)`: the products, forward and backward, are of operands in eight
         bits, with sums in float32, and gradients go straight through. `z` is in the given dtype, kernels in
         float8_e4m3fn, cotangents in float8_e5m2 (`Float8`) or float8_e4m3fn (`MXFloat8`); kernels' and cotangents'
-        scales are current. Not with `precision`, `forward_mode` or float64.
+        scales are current. Not with `dtype`, `precision`, `forward_mode` or float64.
       scale, offset, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:

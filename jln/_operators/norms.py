@@ -89,8 +89,7 @@ def rms_norm(
     and errors are those of `layer_norm`.
 
     Args:
-      x, scale, axis, zero_centered_scale, dtype, quantize, implementation, forward_mode: as of `layer_norm`.
-      offset: as of `layer_norm`; few models have one (Equinox's `RMSNorm`). None: no offset.
+      x, scale, offset, axis, zero_centered_scale, dtype, quantize, implementation, forward_mode: as of `layer_norm`.
       epsilon: added to the mean square, as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), scale=scale, offset=offset)

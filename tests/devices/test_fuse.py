@@ -43,3 +43,20 @@ def test_a_result_that_is_split_is_gathered_once(linears):
         counts.append((sum(c.times for c in found), sum(c.times * c.bytes for c in found)))
     (times, size), (own_times, own_size) = counts
     assert own_times <= times and own_size <= size
+
+
+@pytest.mark.usefixtures("promoted_ranks")
+def test_products_whose_features_a_shard_map_splits():
+    """The norm varies over the axis of rows alone, what the product reads over both."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def local(x, s, w):
+        return jnp.tanh(x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * s @ w)
+
+    rows, columns, both = (PartitionSpec(*axes) for axes in (("data",), (None, "tensor"), ("data", "tensor")))
+    spread = jax.shard_map(local, mesh=mesh, in_specs=(rows, PartitionSpec(), columns), out_specs=both)
+    x, s, w = (jax.random.normal(jax.random.key(i), size) for i, size in enumerate([(4, 64), (64,), (64, 8)]))
+    own, wanted = (jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a)), (0, 1, 2))) for f in (jln.fuse(spread), spread))
+    assert [r.layer for r in jln.explain(jln.fuse(spread), x, s, w)] == ["jln.rms_norm"]
+    for got, true in zip(own(x, s, w), wanted(x, s, w), strict=True):
+        assert jnp.max(jnp.abs(got - true)) <= 1e-5

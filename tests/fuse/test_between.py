@@ -134,6 +134,15 @@ def test_a_constraint_in_front_of_linears_is_one_of_what_the_norm_reads():
     assert len(constrained) == 2 and program.jaxpr.invars[1] in constrained  # x, which a product makes, and r
 
 
+def test_linears_whose_kernels_are_mapped_have_the_dtype_of_the_norm():
+    """A vmap over kernels is plain jnp."""
+    x, s, kernels = X.astype("float32"), S.astype("float32"), jnp.stack([W, 2 * W]).astype("bfloat16")
+    of = lambda module: jax.vmap(lambda k: module.rms_norm_linear(x, s, k, dtype="bfloat16"))(kernels)  # noqa: E731
+    own, wanted = of(jln), of(jln.reference)
+    assert own.dtype == wanted.dtype == jnp.bfloat16
+    assert parted(own, wanted) <= 1e-2
+
+
 # Copies.
 
 
@@ -213,6 +222,9 @@ def test_a_product_of_two_norms_results_reads_both():
 
     assert operators(loss, X, R, S, W) == {"rms_norm": 1, "layer_norm": 1}
     assert difference(loss, X, R, S, W) <= 1e-12
+    alone = lambda x, r, s: jnp.sum(jnp.sin(jnp.einsum("brh,bth->brt", rms(jnp.sin(x), s), layer(r) * s)))  # noqa: E731
+    assert len(jln.explain(jln.fuse(alone, linears=True), X, R, S)) == 2
+    assert difference(alone, X, R, S, linears=True) <= 1e-12
 
 
 # Checkpoints that keep names.
@@ -241,6 +253,7 @@ def checkpointed(names, keeps):
 NAME = lambda a, c: checkpoint_name(a, "up")  # noqa: E731
 NAMES = {
     "behind": ([NAME], ["up"], True),
+    "behind a factor that has a gradient": ([lambda a, c: a * c, NAME], ["up"], False),
     "behind a bias and a factor": ([lambda a, c: (a + c) * 2.0, NAME], ["up"], True),
     "behind what backward reads again": ([lambda a, c: jnp.sin(a), NAME], ["up"], False),
     "of others": ([NAME], ["down"], False),

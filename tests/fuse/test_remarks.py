@@ -131,3 +131,9 @@ def test_what_no_kernel_takes_is_left_and_says_so(name):
     routes = sorted(str(route) for route in jln.explain(jln.fuse(function), *args))
     assert len(routes) == len(expected)
     assert all(words in route for words, route in zip(expected, routes, strict=True)), routes
+
+
+def test_a_norm_that_is_left_in_a_loop_is_listed():
+    function = lambda x, s: lax.fori_loop(0, 2, lambda i, c: jnp.sin(rms(c, s)), x)  # noqa: E731
+    (route,) = jln.explain(jln.fuse(function), X, jnp.ones(H))
+    assert route.path == "plain" and route.why.endswith("in a loop of 2")
