@@ -131,7 +131,7 @@ class Operator:
     reference = property(lambda self: getattr(jln.reference, self.name))
     # Whether the mean is subtracted; x is normalised in front of the sum, too; a residual is added in front of the
     # norm, behind it; products follow; y, or x, is multiplied by silu(z).
-    centres = property(lambda self: "offset" in self.takes)
+    centres = property(lambda self: "layer_norm" in self.name)
     both_sides = property(lambda self: "x_scale" in self.takes)
     adds = property(lambda self: len(self.results) > 1)
     adds_behind = property(lambda self: not self.adds and "residual" in self.takes)
@@ -204,7 +204,7 @@ def _form(
     keywords = tuple(n for n in takes if parameters[n].kind is inspect.Parameter.KEYWORD_ONLY)
     names = given if given is not None else tuple(n for n in takes if n not in keywords)
     is_linear, adds = "kernel" in takes, get_origin(hints["return"]) is tuple
-    norm = Norm(-1, EPSILON, Switches("offset" in takes), both_sides="x_scale" in takes)
+    norm = Norm(-1, EPSILON, Switches("layer_norm" in name), both_sides="x_scale" in takes)
     results = {"y": ("rows", "N") if is_linear else ("x",)} | ({"total": ("x",)} if adds else {})
 
     # The names in the table, and from there back. Without a sum, total is x.
@@ -246,7 +246,7 @@ OPERATORS: dict[str, Operator] = {name: _form(name) for name in vars(jln.referen
 FORMS: dict[str, Operator] = OPERATORS | {
     form.title: form
     for form in (
-        *(o.including(*o.extras) for o in OPERATORS.values() if o.extras),
+        *(o.including(*m) for o in OPERATORS.values() for m in ({*o.extras} - {"offset"}, o.extras) if m),
         OPERATORS["rms_norm_gated"].including(options=GATE_FIRST),
     )
 }

@@ -267,7 +267,7 @@ def column_shares(a: jax.Array, dtype: DTypeLike, batch_dims: int = 0) -> jax.Ar
     *batch, columns = a.shape[:batch_dims] + a.shape[-1:]
     rows = math.prod(a.shape[batch_dims:-1])
     a = a.astype(functools.reduce(jnp.promote_types, (a.dtype, jnp.float32, dtype)))
-    if _GROUP // 4 <= a.shape[-2] <= _GROUP < rows:
+    if a.ndim > batch_dims + 2 and _GROUP // 4 <= a.shape[-2] <= _GROUP < rows:
         groups = a
     elif rows > _GROUP and rows % _GROUP == 0:
         groups = a.reshape(*batch, rows // _GROUP, _GROUP, columns)

@@ -273,8 +273,11 @@ def test_column_sums_of_many_rows(rows):
     Integers give the same sum in every order.
     """
     a = jnp.asarray(np.random.default_rng(0).integers(-3, 5, (2, rows, 5)), "bfloat16")
-    sums = jax.jit(column_sums, static_argnums=1)(a, "float32")
+    sums = jax.jit(column_sums, static_argnums=(1, 2))(a, "float32", 1)
     np.testing.assert_array_equal(sums, np.asarray(a, "float64").sum(1))
+    sequences = a[:, : rows // 4 * 4].reshape(2, 4, -1, 5)
+    sums = jax.jit(column_sums, static_argnums=(1, 2))(sequences, "float32", 1)
+    np.testing.assert_array_equal(sums, np.asarray(sequences, "float64").sum((1, 2)))
 
 
 def test_statistics_only_where_asked_for():
