@@ -235,8 +235,8 @@ class _Rewriting:
             return []
         found = readers(self.graph, norm.y, hands_on)
         # With a constraint of its own each copy would be gathered; on several devices XLA adds up all the same.
-        free = (r for r in found if r.node is not None and not any(map(spreads, r.between)))
-        products = [r for r in free if is_product(r.node) and self.graph.maker(r.node.output) is r.node]
+        free = (r for r in found if not any(map(spreads, r.between)))
+        products = [r for r in free if r.node and is_product(r.node) and self.graph.maker(r.node.output) is r.node]
         return products[: min(len(found), len(DY)) - 1]
 
     def _have_read(self, reader: Reader, copy: Value) -> None:

@@ -87,7 +87,7 @@ FUSED = [
            (f"{COPIES}[rms_norm-5-0]",)),
     Mutant("no copy for a product", REWRITING, "[: min(len(found), len(DY)) - 1]", "[:0]",
            (f"{COPIES}[rms_norm-2-0]",)),
-    Mutant("copies that each have a constraint over devices", REWRITING, " and not any(map(spreads, r.between)))", ")",
+    Mutant("copies that each have a constraint over devices", REWRITING, " if not any(map(spreads, r.between)))", ")",
            ("tests/devices/test_fuse.py::test_a_result_that_is_split_is_gathered_once",)),
     Mutant("copies kept by themselves", DERIVATIVES, "{id(a): a for a in given}", "dict(enumerate(given))",
            (f"{BETWEEN}test_copies_are_kept_once",)),
