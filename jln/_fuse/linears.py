@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax import lax
 
 from jln._checks import promote
@@ -114,9 +115,9 @@ def is_product(node: Node) -> bool:
     return node.operation == "dot_general" and node.inputs[0] is not node.inputs[1]
 
 
-def keeps_by_name(policy: Any, graph: Graph, value: Value, constants: Constants) -> bool:
+def keeps_by_name(policy: Any, graph: Graph, value: Value) -> bool:
     """True where a policy of `jax.checkpoint` keeps by name what is made of a value, so that it is not made again."""
-    values = [value]
+    values, floats = [value], [a for a in graph.inputs if getattr(a.aval, "dtype", np.dtype(int)).name in FLOATS]
     for v in values:
         if graph.is_result(v) or not v.readers:
             return False
@@ -124,7 +125,8 @@ def keeps_by_name(policy: Any, graph: Graph, value: Value, constants: Constants)
             if node.operation == "name" and keeps(policy, node.equation):
                 continue
             others = [a for a in node.inputs if a is not v]
-            is_scaled = node.operation == "mul" and all(constants.number(a) is not None for a in others)
+            # By what no derivative is taken, as a rotation's angles are not: theirs would read the value.
+            is_scaled = node.operation == "mul" and not (floats and any(graph.depends(a, floats) for a in others))
             if not (is_scaled or hands_on(node) or node.operation in _LINEAR):
                 return False
             values += [a for a in node.outputs if a not in values]

@@ -288,4 +288,4 @@ class _Rewriting:
         if not self.options.is_checkpointed or policy is None:
             return False
         nodes = [r.node for r in readers(self.graph, norm.y, shapes) if r.node is not None and is_product(r.node)]
-        return bool(nodes) and all(keeps_by_name(policy, self.graph, node.output, self.constants) for node in nodes)
+        return bool(nodes) and all(keeps_by_name(policy, self.graph, node.output) for node in nodes)

@@ -254,6 +254,7 @@ NAME = lambda a, c: checkpoint_name(a, "up")  # noqa: E731
 NAMES = {
     "behind": ([NAME], ["up"], True),
     "behind a factor that has a gradient": ([lambda a, c: a * c, NAME], ["up"], False),
+    "behind a rotation": ([lambda a, c: a * jnp.cos(jnp.arange(3.0))[:, None], NAME], ["up"], True),
     "behind a bias and a factor": ([lambda a, c: (a + c) * 2.0, NAME], ["up"], True),
     "behind what backward reads again": ([lambda a, c: jnp.sin(a), NAME], ["up"], False),
     "of others": ([NAME], ["down"], False),
