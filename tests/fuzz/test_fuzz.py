@@ -180,4 +180,4 @@ def test_what_the_jaxlibs_that_are_wrong_do_is_noticed(monkeypatch, recompiled):
         if isinstance(operation, Operation):
             plain = getattr(operation._formula_cpu, "__wrapped__", operation._formula_cpu)
             monkeypatch.setattr(operation, "_formula_cpu", plain)
-    assert any(is_wrong(seed) for seed in (69, 168)) == (jaxlib.version.__version_info__[:3] in WRONG)
+    assert any(is_wrong(seed) for seed in (413, 457, 555)) == (jaxlib.version.__version_info__[:3] in WRONG)
