@@ -20,25 +20,27 @@ from jln._fuse.calls import Options
 from jln._fuse.graph import Graph, Node, bind
 from jln._fuse.rewriting import Finding, rewrite
 
+Arrays = Sequence[Any]
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 WITH_BODIES = ("scan", "while", "cond", "jit", "pjit", "closed_call", "core_call")
 
 
-def evaluate(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, findings: list[Finding]) -> list[Any]:
+def evaluate(program: ClosedJaxpr, arrays: Arrays, options: Options, findings: list[Finding]) -> list[Any]:
     """The program's results, with operators in the place of its norms. findings: where its own are added."""
     graph = Graph(program)
     own = rewrite(graph, options) if _is_of_known_shapes(program.jaxpr) else []
     findings += own
     left = {f.node.position: f for f in own if f.operator is None}
+    shared: dict[Any, Any] = {}
 
-    def results_of(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+    def results_of(node: Node, operands: Arrays) -> Arrays:
         if node.equation is None:
             with _author_context(node.outputs[0].maker):
                 return _call(node, operands)
         if node.position in left:
             _note_left(left.pop(node.position))
         with _author_context(node):
-            return _bind(node.equation, operands, options, findings)
+            return _bind(node.equation, operands, options, findings, shared)
 
     results = graph.run(dict(zip(graph.inputs, arrays, strict=True)), results_of)
     for finding in left.values():  # of which nothing runs
@@ -85,7 +87,7 @@ def place(node: Node) -> str:
     return source_info_util.summarize(infos[0])
 
 
-def _call(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+def _call(node: Node, operands: Arrays) -> Arrays:
     """The results of a call, which is noted as an operator at the model's line if it is one."""
     assert node.call is not None
     if (finding := node.remark) is not None:
@@ -96,18 +98,19 @@ def _call(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
     return node.call(*operands)
 
 
-def _bind(equation: Any, operands: Sequence[Any], options: Options, findings: list[Finding]) -> Sequence[Any]:
-    """The results of an equation, its bodies rewritten where they have norms."""
+def _bind(equation: Any, operands: Arrays, options: Options, findings: list[Finding], shared: dict[Any, Any]) -> Arrays:
+    """The results of an equation, its bodies rewritten where they have norms. shared: checkpoints of several layers."""
     primitive, params = equation.primitive, equation.params
     # One that is differentiated stays: it is what backward makes again, which `jax.checkpoint` would not say of it.
     if primitive.name in CHECKPOINTS and isinstance(params.get("jaxpr"), Jaxpr) and not params.get("differentiated"):
-        body = ClosedJaxpr(params["jaxpr"], ())
-        options = options._replace(is_checkpointed=True, policy=params["policy"])
-
-        def function(*arrays: Any) -> Any:
-            return evaluate(body, arrays, options, findings)
-
-        return jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+        policy, prevent_cse = params["policy"], params["prevent_cse"]
+        key = id(params["jaxpr"]), id(policy), prevent_cse
+        if key not in shared:
+            body = ClosedJaxpr(params["jaxpr"], ())
+            options = options._replace(is_checkpointed=True, policy=policy)
+            function = lambda *arrays: evaluate(body, arrays, options, findings)  # noqa: E731
+            shared[key] = jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
+        return shared[key](*operands)
     if primitive.name == "shard_map":
         return _shard(params, operands, options, findings)
     if primitive.name in WITH_BODIES:
@@ -116,21 +119,13 @@ def _bind(equation: Any, operands: Sequence[Any], options: Options, findings: li
     return bind(equation, operands, params)
 
 
-def _shard(params: dict[str, Any], operands: Sequence[Any], options: Options, findings: list[Finding]) -> Sequence[Any]:
+def _shard(params: dict[str, Any], operands: Arrays, options: Options, findings: list[Finding]) -> Arrays:
     body = ClosedJaxpr(params["jaxpr"], ())
-    axes = params.get("newly_manual_axes") or params["manual_axes"]
-
-    def function(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(evaluate(body, arrays, options, findings))
-
-    return jax.shard_map(
-        function,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(axes),
-        check_vma=params["check_vma"],
-    )(*operands)
+    axes = set(params.get("newly_manual_axes") or params["manual_axes"])
+    specs = {name: tuple(params[name]) for name in ("in_specs", "out_specs")}
+    function = lambda *arrays: tuple(evaluate(body, arrays, options, findings))  # noqa: E731
+    own = jax.shard_map(function, mesh=params["mesh"], **specs, axis_names=axes, check_vma=params["check_vma"])
+    return own(*operands)
 
 
 def _rewrite_in(param: Any, options: Options, findings: list[Finding]) -> Any:

@@ -14,6 +14,7 @@ from jln._fuse.graph import Graph, Value
 from jln._fuse.norms import Norm
 from jln._fuse.readers import copies, hands_on, readers
 from jln._fuse.regions import Parameter, peel, widens
+from jln._junction.arguments import groups_of
 
 Gate = Parameter | float | None
 
@@ -172,14 +173,17 @@ class _Finder:
                     continue
                 return a, number
             gate = peel(b, self.constants)
-            if gate.size < value.size and len(gate.shape) == value.ndim and self._is_of_rows_or_features(gate, value):
+            if gate.size < value.size and len(gate.shape) == value.ndim and self._is_taken(gate, value):
                 return a, gate
         return None
 
-    def _is_of_rows_or_features(self, gate: Parameter, of: Value) -> bool:
-        """True of a gate that has all features or none of them."""
+    def _is_taken(self, gate: Parameter, of: Value) -> bool:
+        """True of a gate that has all features, and of one for all rows of an example: that of a row is XLA's."""
         h = of.ndim - len(self.norm.features)
-        return gate.shape[h:] == of.shape[h:] or math.prod(gate.shape[h:]) == 1
+        if gate.shape[h:] == of.shape[h:]:
+            return True
+        sizes = (*of.shape[:h], math.prod(of.shape[h:]))
+        return math.prod(gate.shape[h:]) == 1 and groups_of(sizes, h, [(*gate.shape[:h], 1)]) is not None
 
     def _is_in_front(self, other: Norm) -> bool:
         """True of a norm that can be that of the branch, in one operator with this one."""

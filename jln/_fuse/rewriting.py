@@ -77,11 +77,12 @@ def _without_kernels(norm: Norm, junction: Junction | None = None) -> str | None
         return _IS_OVER_OTHER_AXES
     x = norm.x if junction is None else junction.total
     h = x.ndim - len(norm.features)
-    parameters = [p for p in _parameters(norm, junction) if math.prod(p.shape[-len(norm.features) :]) > 1]
+    parameters = _parameters(norm, junction)
     # In front of a norm that reads a reshape of the sum all rows share its own parameters.
-    sizes = [p.shape[:h] if len(p.shape) == x.ndim else (1,) * h for p in parameters]
-    is_taken = groups_of((*x.shape[:h], 1), h, [(*of, 1) for of in sizes]) is not None
-    return None if is_taken else _VARIES_ALONG_OTHER_AXES
+    rows = [p.shape[:h] if len(p.shape) == x.ndim else (1,) * h for p in parameters]
+    sizes = [(*of, math.prod(p.shape[-len(norm.features) :])) for of, p in zip(rows, parameters, strict=True)]
+    groups = groups_of((*x.shape[:h], math.prod(norm.features)), h, sizes)
+    return _VARIES_ALONG_OTHER_AXES if groups is None else None
 
 
 def _parameters(norm: Norm, junction: Junction | None) -> list[Parameter]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jln
+from jln._explain import inner_programs
 from jln._fuse import rewriting
 
 H = 512
@@ -52,6 +53,14 @@ def every_norm_taken() -> Iterator[None]:
     with warnings.catch_warnings(), mock.patch.object(rewriting._Rewriting, "_why_left", lambda *_: None):
         warnings.filterwarnings("ignore", "jln.fuse found no norm")
         yield
+
+
+def equations(program: Any) -> Iterator[Any]:
+    """Yield the equations of a program and of all that are inside of them, as often as they run."""
+    for equation in program.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from equations(inner)
 
 
 def operators(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, int]:

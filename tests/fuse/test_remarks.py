@@ -103,22 +103,19 @@ def rms(x, scale, axis=-1):
     return x * lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-6) * scale
 
 
+ALONE, WITH_SUM = ["jln.rms_norm: norm (x, scale;"], ["jln.add_rms_norm: norm (x, residual, scale;"]
 LEFT = {
     "another axis": (lambda x, s, p: rms(x, s[0, :, None], 2) @ s, ["other axes"]),
     "a scale by position": (lambda x, s, p: rms(x, p) @ s, ["no kernel"]),
-    "a scale by position behind another norm": (lambda x, s, p: rms(x + rms(x, s[0]), p) @ s, ["jln.", "no kernel"]),
-    "a scale by position in front of another norm": (
-        lambda x, s, p: rms(x + rms(x, p), s[0]) @ s,
-        ["jln.", "no kernel"],
-    ),
-    "a gate by position": (lambda x, s, p: rms(jnp.cos(x) + p * x, s[0]) @ s, ["jln.rms_norm: norm (x, scale;"]),
-    "such a gate, and rows in one axis": (
-        lambda x, s, p: rms((jnp.cos(x) + p * x).reshape(-1, 16), s[0]) @ s,
-        ["jln.rms_norm: norm (x, scale;"],
-    ),
-    "another axis in front of a sum": (
+    "such a scale behind another norm": (lambda x, s, p: rms(x + rms(x, s[0]), p) @ s, ["jln.", "no kernel"]),
+    "such a scale in front of another norm": (lambda x, s, p: rms(x + rms(x, p), s[0]) @ s, ["jln.", "no kernel"]),
+    "a gate by position": (lambda x, s, p: rms(jnp.cos(x) + p * x, s[0]) @ s, ALONE),
+    "such a gate, and rows in one axis": (lambda x, s, p: rms((jnp.cos(x) + p * x).reshape(-1, 16), s[0]) @ s, ALONE),
+    "a gate of each row": (lambda x, s, p: rms(jnp.cos(x) + jnp.sin(x[..., :1]) * x, s[0]) @ s, WITH_SUM),
+    "a gate of each place": (lambda x, s, p: rms(jnp.cos(x) + p[..., :1] * x, s[0]) @ s, WITH_SUM),
+    "another axis, then a sum": (
         lambda x, s, p: rms(x + rms(x, s[0, :, None], 2), s[0]) @ s,
-        ["jln.add_rms_norm", "other axes"],
+        ["jln.add", "other axes"],
     ),
 }
 

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
-from proof import normal, operators
+from jln._fuse.bodies import CHECKPOINTS
+from proof import equations, normal, operators
 from small_model import (
     ALL,
     IN_A_SCAN,
@@ -107,26 +108,24 @@ def fuse_as_a_scans_body(fuse):
     return functools.partial(scanned, block=fuse(block))
 
 
-def _policy(name):
-    policies = jax.checkpoint_policies
-    return {
-        "names": policies.save_only_these_names("kept"),
-        "no_batch": policies.dots_with_no_batch_dims_saveable,
-        "dots": policies.dots_saveable,
-        "nothing": policies.nothing_saveable,
-        "everything": policies.everything_saveable,
-        "statistics": policies.save_only_these_names(jln.STATISTICS),
-    }[name]
+POLICIES = {
+    "names": jax.checkpoint_policies.save_only_these_names("kept"),
+    "no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "statistics": jax.checkpoint_policies.save_only_these_names(jln.STATISTICS),
+}
 
 
 def _named(p, x):
     return checkpoint_name(block(p, x), "kept")
 
 
-for _name in ("nothing", "dots", "no_batch", "everything", "names", "statistics"):
+for _name, _policy in POLICIES.items():
 
-    def _checkpointed(fuse, name=_name):
-        return fuse(functools.partial(model, block=jax.checkpoint(_named, policy=_policy(name))))
+    def _checkpointed(fuse, policy=_policy):
+        return fuse(functools.partial(model, block=jax.checkpoint(_named, policy=policy)))
 
     _how = "_linear" if _name in ("dots", "no_batch") else ""
     WAYS[f"checkpoint_{_name}"] = _checkpointed, {"layer_norm": 1, f"add_layer_norm{_how}": 6}
@@ -231,14 +230,9 @@ def _sharded(check_vma, outside):
     return made
 
 
-WAYS |= {
-    f"shard_map_{'inside' if outside else 'outside'}{'_checked' if check_vma else ''}": (
-        _sharded(check_vma, outside),
-        ALL,
-    )
-    for check_vma in (False, True)
-    for outside in (False, True)
-}
+for _check, _how in ((False, ""), (True, "_checked")):
+    WAYS[f"shard_map_outside{_how}"] = _sharded(_check, False), ALL
+    WAYS[f"shard_map_inside{_how}"] = _sharded(_check, True), ALL
 
 
 @way(ALL)
@@ -262,10 +256,20 @@ def test_a_transformation_changes_nothing_and_loses_nothing(name):
 @pytest.mark.parametrize(("policy", "again"), [("dots", 0), ("everything", 0), ("nothing", 6)])
 def test_what_a_checkpoint_makes_again_of_norms(policy, again):
     """A norm runs forward once where products alone are kept: its backward operation makes its statistics again."""
-    loss = jln.fuse(functools.partial(model, block=jax.checkpoint(block, policy=_policy(policy))))
+    loss = jln.fuse(functools.partial(model, block=jax.checkpoint(block, policy=POLICIES[policy])))
     program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(PARAMETERS, X).jaxpr
     program, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    assert str(program).count(" jln_norm_forward[") == 7 + again
+    assert sum(e.primitive.name == "jln_norm_forward" for e in equations(program)) == 7 + again
+
+
+def test_layers_that_share_a_function_are_rewritten_once_for_each_policy():
+    policies = [POLICIES[name] for name in ("nothing", "dots", "nothing")]
+    layers = [functools.partial(jax.checkpoint(block, policy=policy), PARAMETERS["blocks"][0]) for policy in policies]
+    fused = jln.fuse(lambda x: layers[2](layers[1](layers[0](x))))
+    program = jax.make_jaxpr(fused)(X)
+    checkpoints = [(e.params["policy"], id(e.params["jaxpr"])) for e in program.eqns if e.primitive.name in CHECKPOINTS]
+    assert [policy for policy, _ in checkpoints] == policies and checkpoints[0] == checkpoints[2]
+    assert len(jln.explain(fused, X)) == 6
 
 
 def test_a_gradient_without_jit():

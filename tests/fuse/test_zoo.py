@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jln
+from proof import equations
 
 for _name in ("flax", "haiku", "equinox"):
     pytest.importorskip(_name)
@@ -93,15 +94,6 @@ def test_outputs_and_gradients_are_the_originals(name, linears):
         difference, largest = np.abs(a - b).max(), np.abs(b).max()
         assert largest > 0, f"{path}: a gradient of zeros tells nothing"
         assert difference <= TOLERANCE * largest + ROUNDING * greatest, f"{path}: {difference / largest:.1e}"
-
-
-def equations(jaxpr):
-    """Yield the equations of a jaxpr and of all jaxprs within it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda a: hasattr(a, "eqns")):
-            if hasattr(value, "eqns"):
-                yield from equations(getattr(value, "jaxpr", value))
 
 
 @each_model

@@ -2,14 +2,13 @@
 
 from targets import Mutant
 
-REWRITING, GRAPH, READERS = (f"jln/_fuse/{name}.py" for name in ("rewriting", "graph", "readers"))
-JUNCTIONS, LINEARS, NORMS, DERIVATIVES = (
-    *(f"jln/_fuse/{name}.py" for name in ("junctions", "linears", "norms")),
-    "jln/_core/derivatives.py",
-)
+FILES = "rewriting", "graph", "readers", "junctions", "linears", "norms", "bodies"
+REWRITING, GRAPH, READERS, JUNCTIONS, LINEARS, NORMS, BODIES = (f"jln/_fuse/{name}.py" for name in FILES)
+DERIVATIVES = "jln/_core/derivatives.py"
 EIGHT_BITS, BETWEEN, WAYS = (f"tests/fuse/test_{name}.py::" for name in ("in_eight_bits", "between", "ways"))
 FOUND = f"{BETWEEN}test_the_norm_and_its_linears_are_found_behind"
 COPIES = f"{BETWEEN}test_what_products_pull_back_is_added_up_in_the_backward_kernel"
+SHARED = "tests/fuse/test_transformations.py::test_layers_that_share_a_function_are_rewritten_once_for_each_policy"
 NAMED = f"{BETWEEN}test_a_checkpoint_keeps_what_has_a_name_behind_a_product"
 
 
@@ -37,6 +36,12 @@ FUSED = [
            other("an activation of one's own")),
     Mutant("eight bits that a function is given", REWRITING, "[*body.inputs, *(v for n", "[*(v for n",
            quantiser("an operand for backward alone")),
+    Mutant("a gate of each row taken", JUNCTIONS, " and groups_of(sizes, h, [(*gate.shape[:h], 1)]) is not None", "",
+           ("tests/fuse/test_remarks.py::test_what_no_kernel_takes_is_left_and_says_so[a gate of each row]",)),
+    Mutant("layers that share a checkpoint rewritten each", BODIES, "if key not in shared:", "if True:",
+           (SHARED,)),
+    Mutant("checkpoints with other policies taken for the same", BODIES, "id(policy), prevent_cse", "prevent_cse",
+           (SHARED,)),
     Mutant("eight bits that are no floats", REWRITING, '"int8", ', "", quantiser("integers")),
     Mutant("a LayerNorm that no product reads left", REWRITING,
            "if norm.centres or norm.z is not None or is_in_front:", "if norm.z is not None or is_in_front:",

@@ -10,6 +10,7 @@ from jax.interpreters import partial_eval
 
 import jln
 import workbench
+from proof import equations
 
 H, WIDE, FEW = 16, 300, 8
 SHAPES = {
@@ -50,14 +51,6 @@ def arguments():
 def gradient(module, policy, **options):
     call = jax.checkpoint(block(module, **options), policy=policy)
     return jax.grad(lambda x, p: jnp.sum(jnp.sin(call(x, p))), (0, 1))
-
-
-def equations(jaxpr):
-    for e in jaxpr.eqns:
-        yield e
-        for value in jax.tree.leaves(list(e.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
-            if hasattr(value, "eqns"):
-                yield from equations(value)
 
 
 def made(module, policy, **options):
