@@ -32,14 +32,12 @@ def refused(case: Case) -> str:
 
 
 def varying(case: Case) -> dict[str, tuple[int, ...]]:
-    """The axes of rows along which each parameter of an example varies. A row's gate is none."""
+    """The axes of rows along which each parameter of an example varies."""
     found = {}
     for name in case.operands.keys() & {*PARAMETERS}:
         shape = case.example_shape(name)
-        if case.kind(name) != "x":
-            found[name] = ()
-        elif name != "gate" or any(shape[a] != 1 for a in case.axes):
-            found[name] = tuple(i for i, n in enumerate(shape) if n > 1 and i not in case.axes)
+        of_rows = (i for i, n in enumerate(shape) if n > 1 and i not in case.axes)
+        found[name] = tuple(of_rows) if case.kind(name) == "x" else ()
     return found
 
 
@@ -53,7 +51,8 @@ def may_be_plain_jnp(case: Case) -> bool:
         return False
     own = {i for axes in varying(case).values() for i in axes}
     rows = math.prod(n for i, n in enumerate(case.shape) if i not in {*case.axes, *own})
-    shared = sum({*axes} != own for axes in varying(case).values())
+    narrow = lambda name: case.kind(name) == "x" and all(case.example_shape(name)[a] == 1 for a in case.axes)  # noqa: E731
+    shared = sum({*axes} != own or narrow(name) for name, axes in varying(case).items())
     inner = [i for i, level in enumerate(case.levels) if i >= case.outer and level.by == "vmap"]
     places = {name: {a.axes[i] for i in inner} for name, a in case.operands.items()}
     return (

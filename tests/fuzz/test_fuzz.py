@@ -33,8 +33,9 @@ def test_some_cases(seed):
     assert not is_wrong(seed)
 
 
-# A row without others, of a product that sums over rows; two launches of a norm whose parameters are of heads.
-@pytest.mark.parametrize("seed", [16732, 27537])
+# A row without others, of a product that sums over rows; two launches of a norm whose parameters are of heads; a gate
+# of rows that no kernel takes.
+@pytest.mark.parametrize("seed", [16732, 27537, 729296812])
 def test_cases_in_eight_bits_that_were_wrong(seed):
     assert draw(seed).quantize is not None
     assert not is_wrong(seed)
