@@ -180,10 +180,8 @@ class _Finder:
     def _is_taken(self, gate: Parameter, of: Value) -> bool:
         """True of a gate that has all features, and of one for all rows of an example: that of a row is XLA's."""
         h = of.ndim - len(self.norm.features)
-        if gate.shape[h:] == of.shape[h:]:
-            return True
-        sizes = (*of.shape[:h], math.prod(of.shape[h:]))
-        return math.prod(gate.shape[h:]) == 1 and groups_of(sizes, h, [(*gate.shape[:h], 1)]) is not None
+        sizes = (*of.shape[:h], math.prod(of.shape[h:])), h, [(*gate.shape[:h], 1)]
+        return gate.shape[h:] == of.shape[h:] or (math.prod(gate.shape[h:]) == 1 and groups_of(*sizes) is not None)
 
     def _is_in_front(self, other: Norm) -> bool:
         """True of a norm that can be that of the branch, in one operator with this one."""

@@ -81,8 +81,8 @@ def _without_kernels(norm: Norm, junction: Junction | None = None) -> str | None
     # In front of a norm that reads a reshape of the sum all rows share its own parameters.
     rows = [p.shape[:h] if len(p.shape) == x.ndim else (1,) * h for p in parameters]
     sizes = [(*of, math.prod(p.shape[-len(norm.features) :])) for of, p in zip(rows, parameters, strict=True)]
-    groups = groups_of((*x.shape[:h], math.prod(norm.features)), h, sizes)
-    return _VARIES_ALONG_OTHER_AXES if groups is None else None
+    is_taken = groups_of((*x.shape[:h], math.prod(norm.features)), h, sizes) is not None
+    return None if is_taken else _VARIES_ALONG_OTHER_AXES
 
 
 def _parameters(norm: Norm, junction: Junction | None) -> list[Parameter]:

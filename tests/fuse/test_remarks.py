@@ -113,10 +113,7 @@ LEFT = {
     "such a gate, and rows in one axis": (lambda x, s, p: rms((jnp.cos(x) + p * x).reshape(-1, 16), s[0]) @ s, ALONE),
     "a gate of each row": (lambda x, s, p: rms(jnp.cos(x) + jnp.sin(x[..., :1]) * x, s[0]) @ s, WITH_SUM),
     "a gate of each place": (lambda x, s, p: rms(jnp.cos(x) + p[..., :1] * x, s[0]) @ s, WITH_SUM),
-    "another axis, then a sum": (
-        lambda x, s, p: rms(x + rms(x, s[0, :, None], 2), s[0]) @ s,
-        ["jln.add", "other axes"],
-    ),
+    "another axis in a sum": (lambda x, s, p: rms(x + rms(x, s[0, :, None], 2), s[0]) @ s, ["jln.add", "other axes"]),
 }
 
 
