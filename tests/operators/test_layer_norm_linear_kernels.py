@@ -278,6 +278,7 @@ def test_column_sums_of_many_rows(rows):
     sequences = a[:, : rows // 4 * 4].reshape(2, 4, -1, 5)
     sums = jax.jit(column_sums, static_argnums=(1, 2))(sequences, "float32", 1)
     np.testing.assert_array_equal(sums, np.asarray(sequences, "float64").sum((1, 2)))
+    np.testing.assert_array_equal(column_sums(a[0, 0], "float32"), a[0, 0].astype("float32"))  # a row without others
 
 
 def test_statistics_only_where_asked_for():
