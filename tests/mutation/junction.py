@@ -1,116 +1,59 @@
 """Ways to break x_bias, gates and parameters of each example, and residuals of modules."""
 
-from targets import (
-    BACKWARD,
-    COPY,
-    JUNCTION,
-    JUNCTION_RULES,
-    NORM_ARGUMENTS,
-    RECORDS,
-    ROW_TERMS,
-    TANGENTS,
-    TERMS,
-    XLA_GRADIENTS,
-    XLA_NORM,
-    Mutant,
-    first_part_of,
-)
+import targets as t
+from targets import Mutant
 
-VALUES = f"{JUNCTION}test_values_and_every_gradient"
+VALUES = f"{t.JUNCTION}test_values_and_every_gradient"
 # Of H elements; each example's own, with a scale and an offset.
 OF_H, OF_EXAMPLES = (
     {how: (f"{VALUES}[{how}-add_layer_norm-{kind}--1]",) for how in ("triton", "xla")}
     for kind in ("H-shared", "by example-by example")
 )
 CALLS, MODULES = "jln/_modules.py", "tests/modules/test_sums.py::test_"
-SEVERAL_PROGRAMS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-(150, 127)-float32]",)
+SEVERAL_PROGRAMS = (f"{t.JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-(150, 127)-float32]",)
 GATED = "dx = apply_gate(dx, a.gate, column, exists, COMPUTE)"
 
 SUMS = [
-    Mutant(
-        "x_bias left out of the sum", TERMS,
-        "x += tl.load(a.x_bias + column, mask=exists, other=0.0).to(COMPUTE)[None, :]", "pass", OF_H["triton"],
-    ),
-    Mutant(
-        "x_bias left out of a gate's gradient", BACKWARD, "branch = load_branch(a, base, at,",
-        "branch = load_branch(a._replace(x_bias=None), base, at,", OF_H["triton"],
-    ),
-    Mutant("a gate left out of dx", BACKWARD, GATED, "pass", OF_H["triton"]),
-    Mutant(
-        "no total where nothing is added", JUNCTION_RULES,
-        "operands.x if operands.residual is None and junction.gives_total else outcome.total", "outcome.total",
-        (f"{VALUES}[xla-add_layer_norm-nothing added-shared--1]",),
-    ),
-    Mutant(
-        "dx_bias before the gate", BACKWARD,
-        f"            {GATED}\n            if contains(SUMS, \"x_bias\"):\n                dx_bias += dx  # (26)\n",
-        f"            if contains(SUMS, \"x_bias\"):\n                dx_bias += dx  # (26)\n            {GATED}\n",
-        OF_H["triton"],
-    ),
-    Mutant(
-        "dresidual of the gated cotangent", BACKWARD,
-        "d.residual + base + at, dx.to(",
-        f"d.residual + base + at, {GATED.removeprefix('dx = ')}.to(",
-        OF_H["triton"],
-    ),
-    Mutant(
-        "all sums' shares in the first one's place", ROW_TERMS,
-        "first = position(SUMS, NAME) * programs_of_all_groups", "first = 0 * programs_of_all_groups",
-        SEVERAL_PROGRAMS,
-    ),
-    Mutant(
-        "every sum of the first one's shares", BACKWARD,
-        "shares_ptr += (which * groups + group)", "shares_ptr += group", SEVERAL_PROGRAMS,
-    ),
-    Mutant(
-        "the first example's gate for all", RECORDS, COPY, first_part_of("gate"),
-        OF_EXAMPLES["triton"],
-    ),
-    Mutant(
-        "x_bias left out of the sum, XLA",
-        XLA_NORM,
-        "return x if arrays.x_bias is None else x + arrays.x_bias.astype(dtype)",
-        "return x",
-        OF_H["xla"],
-    ),
-    Mutant(
-        "x_bias left out of a gate's gradient, XLA", XLA_GRADIENTS,
-        "sum_over_rows(d * branch(arrays, norm, d.dtype))",
-        "sum_over_rows(d * branch(arrays._replace(x_bias=None), norm, d.dtype))", OF_H["xla"],
-    ),
-    Mutant(
-        "a gate left out of dx, XLA", XLA_GRADIENTS, "dx = apply_gate(d, arrays)", "dx = d",
-        OF_H["xla"],
-    ),
-    Mutant(
-        "dx_bias before the gate, XLA", XLA_GRADIENTS, 'return dx if name == "x" else sum_over_rows(dx)',
-        'return dx if name == "x" else sum_over_rows(d)', OF_H["xla"],
-    ),
-    Mutant(
-        "a gate's tangent without x_bias", TANGENTS, "summands = saved.only(of_sum)",
-        "summands = saved.only(of_sum)._replace(x_bias=None)",
-        ("tests/transformations/test_matrix.py::test_forward_mode[add_layer_norm, x_bias and gate-soxg-xla-jvp]",),
-    ),
-    Mutant(
-        "a row's gate written out for kernels, be there few rows", NORM_ARGUMENTS,
-        "for i in (*own, h) if x[i] != 1", "for i in own if x[i] != 1",
-        (f"{JUNCTION}test_gates_of_rows_run_plain_jnp",),
-    ),
-    Mutant(
-        "x kept although no gate's gradient is wanted",
-        JUNCTION_RULES,
-        "there if name in reads else unneeded",
-        'there if name in reads or name == "x" else unneeded',
-        ("tests/operators/test_junction_costs.py::test_held_between_forward_and_backward[xla-H-some0-1-2-False]",),
-    ),
-    Mutant(
-        "a module's residual left out of the framework's own code", CALLS,
-        "x.astype(like.dtype) + residual.astype(like.dtype)", "x.astype(like.dtype)",
-        (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[linen mask is given]",),
-    ),
-    Mutant(
-        "a module's residual of any shape", CALLS,
-        """_checks.shape("residual", residual, x.shape, "that of x")""", "pass",
-        (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[nnx mask is given]",),
-    ),
+    Mutant("x_bias left out of the sum", t.TERMS,
+           "x += tl.load(a.x_bias + column, mask=exists, other=0.0).to(COMPUTE)[None, :]", "pass", OF_H["triton"]),
+    Mutant("x_bias left out of a gate's gradient", t.BACKWARD, "branch = load_branch(a, base, at,",
+           "branch = load_branch(a._replace(x_bias=None), base, at,", OF_H["triton"]),
+    Mutant("a gate left out of dx", t.BACKWARD, GATED, "pass", OF_H["triton"]),
+    Mutant("no total where nothing is added", t.JUNCTION_RULES,
+           "operands.x if operands.residual is None and junction.gives_total else outcome.total", "outcome.total",
+           (f"{VALUES}[xla-add_layer_norm-nothing added-shared--1]",)),
+    Mutant("dx_bias before the gate", t.BACKWARD,
+           f"            {GATED}\n            if contains(SUMS, \"x_bias\"):\n                dx_bias += dx  # (26)\n",
+           f"            if contains(SUMS, \"x_bias\"):\n                dx_bias += dx  # (26)\n            {GATED}\n",
+           OF_H["triton"]),
+    Mutant("dresidual of the gated cotangent", t.BACKWARD, "d.residual + base + at, dx.to(",
+           f"d.residual + base + at, {GATED.removeprefix('dx = ')}.to(", OF_H["triton"]),
+    Mutant("all sums' shares in the first one's place", t.ROW_TERMS,
+           "first = position(SUMS, NAME) * programs_of_all_groups", "first = 0 * programs_of_all_groups",
+           SEVERAL_PROGRAMS),
+    Mutant("every sum of the first one's shares", t.BACKWARD, "shares_ptr += (which * groups + group)",
+           "shares_ptr += group", SEVERAL_PROGRAMS),
+    Mutant("the first example's gate for all", t.RECORDS, t.COPY, t.first_part_of("gate"), OF_EXAMPLES["triton"]),
+    Mutant("x_bias left out of the sum, XLA", t.XLA_NORM,
+           "return x if arrays.x_bias is None else x + arrays.x_bias.astype(dtype)", "return x", OF_H["xla"]),
+    Mutant("x_bias left out of a gate's gradient, XLA", t.XLA_GRADIENTS,
+           "sum_over_rows(d * branch(arrays, norm, d.dtype))",
+           "sum_over_rows(d * branch(arrays._replace(x_bias=None), norm, d.dtype))", OF_H["xla"]),
+    Mutant("a gate left out of dx, XLA", t.XLA_GRADIENTS, "dx = apply_gate(d, arrays)", "dx = d", OF_H["xla"]),
+    Mutant("dx_bias before the gate, XLA", t.XLA_GRADIENTS, 'return dx if name == "x" else sum_over_rows(dx)',
+           'return dx if name == "x" else sum_over_rows(d)', OF_H["xla"]),
+    Mutant("a gate's tangent without x_bias", t.TANGENTS, "summands = saved.only(of_sum)",
+           "summands = saved.only(of_sum)._replace(x_bias=None)",
+           ("tests/transformations/test_matrix.py::test_forward_mode[add_layer_norm, x_bias and gate-soxg-xla-jvp]",)),
+    Mutant("a row's gate written out for kernels, be there few rows", t.NORM_ARGUMENTS,
+           "for i in (*own, h) if x[i] != 1", "for i in own if x[i] != 1",
+           (f"{t.JUNCTION}test_gates_of_rows_run_plain_jnp",)),
+    Mutant("x kept although no gate's gradient is wanted", t.JUNCTION_RULES, "there if name in reads else unneeded",
+           'there if name in reads or name == "x" else unneeded',
+           ("tests/operators/test_junction_costs.py::test_held_between_forward_and_backward[xla-H-some0-1-2-False]",)),
+    Mutant("a module's residual left out of the framework's own code", CALLS,
+           "x.astype(like.dtype) + residual.astype(like.dtype)", "x.astype(like.dtype)",
+           (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[linen mask is given]",)),
+    Mutant("a module's residual of any shape", CALLS, """_checks.shape("residual", residual, x.shape, "that of x")""",
+           "pass", (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[nnx mask is given]",)),
 ]  # fmt: skip

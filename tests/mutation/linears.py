@@ -1,29 +1,8 @@
 """Ways to break several Linears behind one norm, and the residual in front."""
 
-from targets import (
-    ARRAYS,
-    BACKWARD,
-    COPY,
-    FUSED,
-    FUSED_SUM,
-    IN_ONE_ON_A_MESH,
-    JUNCTION_RULES,
-    LINEAR,
-    LINEAR_BACKWARD,
-    NORM_LAUNCH,
-    OPERATIONS,
-    PARTITIONED,
-    RECORDS,
-    SEVERAL,
-    SHAPES,
-    SHARDED_DTYPES,
-    XLA_GRADIENTS,
-    XLA_LINEAR,
-    XLA_LINEARS,
-    Mutant,
-    shared_as_dy,
-)
+import targets as t
 from targets import LINEARS as ACCURACY_OF_LINEARS
+from targets import Mutant
 
 CALLS, REWRITING, POLICIES = "jln/_fuse/calls.py", "jln/_fuse/rewriting.py", "jln/_core/policies.py"
 IN_A_CHECKPOINT = "tests/fuse/test_transformations.py::test_what_a_checkpoint_makes_again_of_norms"
@@ -36,8 +15,8 @@ MADE_AGAIN, GATED_AGAIN = (
     )
 )
 
-OF_THREE = (f"{SEVERAL}test_frozen_arguments[triton-features2-float64-False-('x',)]",)
-ADDED_UP = f"{SEVERAL}test_what_products_pull_back_is_added_up"
+OF_THREE = (f"{t.SEVERAL}test_frozen_arguments[triton-features2-float64-False-('x',)]",)
+ADDED_UP = f"{t.SEVERAL}test_what_products_pull_back_is_added_up"
 QWIX = "tests/modules/test_qwix.py::"
 SEEN, OF_QWIX = (
     f"{QWIX}{test}"
@@ -46,209 +25,112 @@ SEEN, OF_QWIX = (
 BY_CUBLAS = "tests/program/test_layer_norm_linear.py::test_no_pass_adds_up_the_cotangents_of_several_linears"
 
 LINEARS = [
-    Mutant(
-        "no fences in the backward rule for a CPU", OPERATIONS, "formula_cpu=gradients.backward_cpu",
-        "formula_cpu=gradients.backward", ("tests/operators/test_xla_cpu.py::test_gradient_of_several_linears",),
-    ),
-    Mutant(
-        "no norm made again by its backward operation in a checkpoint", CALLS,
-        '"remat": remat}', '"remat": False}', (f"{IN_A_CHECKPOINT}[dots-0]",),
-    ),
-    Mutant(
-        "Linears taken where a checkpoint keeps all", POLICIES,
-        " and not _keeps(policy, lambda a: jax.lax.add(a, a), 1)", "",
-        ("tests/fuse/test_transformations.py::"
-         "test_a_transformation_changes_nothing_and_loses_nothing[checkpoint_everything]",),
-    ),
-    Mutant(
-        "x not handed on", REWRITING, "norm.x if hands_on else None", "None",
-        ("tests/fuse/test_transformations.py::"
-         "test_a_transformation_changes_nothing_and_loses_nothing[checkpoint_nothing]",),
-    ),
-    Mutant(
-        "statistics kept all the same", ARRAYS, "return (names - again) | {*_SUM} if again else names", "return names",
-        ("tests/transformations/test_checkpoint_policies.py::"
-         "test_with_remat_the_backward_operation_makes_all_of_a_norm[dots]",),
-    ),
-    Mutant(
-        "a total made again that is not rounded", NORM_LAUNCH,
-        "TOTAL=jnp.dtype(total) if", "TOTAL=compute if", MADE_AGAIN,
-    ),
-    Mutant(
-        "statistics made again without epsilon", NORM_LAUNCH, "EPSILON=norm.epsilon if", "EPSILON=0.0 if",
-        (f"{AGAIN}[triton-rms_norm_linear-(3, 1)-300-float64]",),
-    ),
-    Mutant("no mean made again", BACKWARD, "mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)", "pass", GATED_AGAIN),
-    Mutant(
-        "columns that are not there in a variance made again", BACKWARD,
-        "rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H", "rstd = rstd_of(x - mean[:, None], H",
-        GATED_AGAIN,
-    ),
-    Mutant(
-        "a gate left out of a total made again", BACKWARD,
-        "x = load_total(a, base,", "x = load_total(a._replace(gate=None), base,",
-        GATED_AGAIN,
-    ),
-    Mutant(
-        "a row's statistics of a part of it", NORM_LAUNCH,
-        "if norm.remat and plan is not None and plan.sums is not None:", "if False:",
-        (f"{AGAIN}[triton-add_rms_norm_linear, x_bias and gate-(2, 20000)-300-float32]",),
-    ),
-    Mutant(
-        "a total made again of x alone", XLA_GRADIENTS,
-        'if operands.residual is not None and "total" in reads:', "if False:",
-        (f"{AGAIN}[xla-add_rms_norm_linear-(37, 256)-300-bfloat16]",),
-    ),
-    Mutant(
-        "gradients of unused products alone computed", JUNCTION_RULES,
-        "if not jax.tree.leaves(dtypes):  # wanted", "if False:  # wanted",
-        ("tests/operators/test_several_linears.py::test_the_gradient_of_an_unused_product_alone[triton-features0-float32-bias]",),
-    ),
-    Mutant(
-        "the sum not rounded before it is normed, fused", LINEAR, "x = total.to(COMPUTE)", "pass", FUSED_SUM,
-    ),
-    Mutant(
-        "the sum not returned, fused", LINEAR,
-        "tl.store(r.total + base + start[:, None] + column[None, :], total, mask=mask)", "pass", FUSED_SUM,
-    ),
-    Mutant(
-        "the residual of the first columns, fused", LINEAR,
-        "load_matrix(a.residual + base, start, valid, first,", "load_matrix(a.residual + base, start, valid, 0,",
-        FUSED_SUM,
-    ),
-    Mutant(
-        "the sum's cotangent not added, fused", LINEAR_BACKWARD,
-        "dx += load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)", "pass", FUSED_SUM,
-    ),
-    Mutant(
-        "the sum's cotangent times rstd, fused", LINEAR_BACKWARD,
-        "dx += load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
-        "dx += rstd[:, None] * load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
-        FUSED_SUM,
-    ),
-    Mutant(
-        "the norm's backward not told of the offset", XLA_LINEAR,
-        "DY, dz)), kernel=None, y_scale=None)",
-        "DY, dz)), kernel=None, y_scale=None, offset=None)", XLA_LINEARS,
-    ),
-    Mutant(
-        "dz of one product only", XLA_GRADIENTS,
-        "lambda sum, dz: dz + sum", "lambda sum, dz: sum", (f"{ADDED_UP}[xla-four]",),
-    ),
-    Mutant(
-        "dz of the second product left out of a kernel", BACKWARD, "dy += tl.load(a.dy2", "tl.load(a.dy2", OF_THREE,
-    ),
-    Mutant(
-        "dz of the third product left out of a kernel", BACKWARD, "dy += tl.load(a.dy3", "tl.load(a.dy3", OF_THREE,
-    ),
-    Mutant(
-        "dz of the third product shared where the first is", RECORDS,
-        COPY, shared_as_dy("dy3"),
-        (f"{SEVERAL}test_transformations[triton-rms_norm_linear-features1-float64-vmap of one cotangent]",),
-    ),
-    Mutant(
-        "dz of the fourth product left out", XLA_LINEAR,
-        "gradients_in_jnp.add_up(dz[first:])]", "dz[first]]", (f"{ADDED_UP}[triton-four]",),
-    ),
-    Mutant(
-        "row sums of the first product alone", NORM_LAUNCH,
-        "if operands.dy2 is not None and plan.sums is not None:", "if False:",
-        (f"{ADDED_UP}[triton-a wide row]",),
-    ),
-    Mutant(
-        "the offset's gradient of the first product alone", NORM_LAUNCH,
-        "_without_pullback(with_one_dy(operands),", "_without_pullback(operands,",
-        (f"{SEVERAL}test_parameters_of_examples[triton-of examples-('offset',)]",),
-    ),
-    Mutant(
-        "one dz for norms on both sides that no kernel takes", NORM_LAUNCH,
-        "backward_of_two(with_one_dy(operands),", "backward_of_two(operands,",
-        (f"{ADDED_UP}[triton-both sides of a wide row]",),
-    ),
-    Mutant(
-        "dz of each product added up over devices", OPERATIONS,
-        "before_spread=gradients.with_one_dy", "before_spread=None",
-        ("tests/program/test_sequence_parallelism.py::test_z_is_gathered_and_dz_scattered_in_16_bits[several]",),
-    ),
-    Mutant(
-        "cuBLAS not left to add up", NORM_LAUNCH, 'value in ("false", "0")', 'value in ("no",)',
-        tuple(f"{BY_CUBLAS}[cuBLAS{pure}]" for pure in ("", ", of pure products")),
-    ),
-    Mutant(
-        "the bias of another product",
-        XLA_LINEAR,
-        "zip(operands.kernel, operands.bias, junction.features",
-        "zip(operands.kernel, (*operands.bias[1:], operands.bias[0]), junction.features",
-        (f"{FUSED}test_several[composed-all]",),
-    ),
-    Mutant(
-        "doffset of the last product only", XLA_LINEAR,
-        "doffset = share if doffset is None else doffset + share", "doffset = share",
-        (f"{FUSED}test_several[composed-of the offset]",),
-    ),
-    Mutant(
-        "a gradient asked for of what an unused result was made of", JUNCTION_RULES,
-        "tuple(None if d is None else p for p, d", "tuple(p for p, d",
-        (f"{SEVERAL}test_results_that_are_not_used[triton-features0-float32-False-(0,)]",),
-    ),
-    Mutant(
-        "x saved where the sum was normed, before a product", JUNCTION_RULES,
-        "total = operands.x if outcome.total is None else outcome.total",
-        "total = operands.x",
-        (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-composed]",),
-    ),
-    Mutant(
-        "dtotal added by every part of the features", PARTITIONED,
-        "if feature_axes and any(layout.terms):", "if False:",
-        IN_ONE_ON_A_MESH,
-    ),
-    Mutant(
-        "dtotal added by no part of the features", PARTITIONED, "jnp.where(first, a, 0) if is_term", "0 * a if is_term",
-        IN_ONE_ON_A_MESH,
-    ),
-    Mutant(
-        "shares of dbias added up over devices in 16 bits",
-        SHAPES,
-        "tuple(Result(d, *([over_rows, True] if pulls else [])) for d in of)",
-        "tuple(Result(d, *([over_rows] if pulls else [])) for d in of)",
-        (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",),
-    ),
-    Mutant(
-        "shares of a column's sum added up over devices in 16 bits", SHAPES,
-        "Result(d, *([over_rows, True] if pulls else []))", "Result(d, *([over_rows, False] if pulls else []))",
-        (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
-    ),
-    Mutant(
-        "z made again in the dtype of the first product", XLA_LINEAR,
-        "z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])",
-        "z_dtype = next((dy[i].dtype.name for i in used if dtypes.kernel[i] is not None), None)",
-        (f"{SEVERAL}test_kernels_of_several_dtypes[xla-300+8+2x4-dtypes0]",),
-    ),
-    Mutant(
-        "a 16-bit product's part of H rounded by itself", XLA_LINEAR,
-        "rounded_first = not h_axes and (", "rounded_first = (",
-        (f"{SHARDED_DTYPES}test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up",),
-    ),
-    Mutant(
-        "a product that what stands in for JAX's sees", "jln/_junction/linears/axes.py", "lax.dot(", "lax.dot_general(",
-        (f"{SEEN}[value-]",),
-    ),
-    Mutant(
-        "LoRA of a Dense left out", "jln/linen.py", "for name, a in parameters.items()} != shapes",
-        "for name, a in parameters.items() if name in shapes} != shapes", (f"{OF_QWIX}[lora]",),
-    ),
-    Mutant(
-        "a Dense's kernel in eight bits for an array", "jln/_modules.py",
-        "not all(isinstance(a, _ARRAY) for a in parameters)", "False", (f"{OF_QWIX}[ptq]",),
-    ),
-    Mutant(
-        "a layer of NNX that another has replaced left out", "jln/nnx.py",
-        "if any(type(a) not in (LayerNorm, RMSNorm, nnx.Linear, nnx.LinearGeneral) for a in (self.norm, *linears))",
-        "if False", ("tests/modules/test_nnx.py::test_a_layer_that_takes_the_place_of_another_is_called[LoRALinear]",),
-    ),
-    Mutant(
-        "a norm over other axes taken for one over the last", "jln/_modules.py",
-        "in ((-1,), (x.ndim - 1,))", "!= ()",
-        ("tests/modules/test_flax.py::test_path[LayerNorm-linen-reduction_axes=1-plain]",),
-    ),
+    Mutant("no fences in the backward rule for a CPU", t.OPERATIONS, "formula_cpu=gradients.backward_cpu",
+           "formula_cpu=gradients.backward", ("tests/operators/test_xla_cpu.py::test_gradient_of_several_linears",)),
+    Mutant("no norm made again by its backward operation in a checkpoint", CALLS, '"remat": remat}', '"remat": False}',
+           (f"{IN_A_CHECKPOINT}[dots-0]",)),
+    Mutant("Linears taken where a checkpoint keeps all", POLICIES,
+           " and not _keeps(policy, lambda a: jax.lax.add(a, a), 1)", "", ("tests/fuse/test_transformations.py::"
+         "test_a_transformation_changes_nothing_and_loses_nothing[checkpoint_everything]",)),
+    Mutant("x not handed on", REWRITING, "norm.x if hands_on else None", "None",
+           ("tests/fuse/test_transformations.py::"
+         "test_a_transformation_changes_nothing_and_loses_nothing[checkpoint_nothing]",)),
+    Mutant("statistics kept all the same", t.ARRAYS, "return (names - again) | {*_SUM} if again else names",
+           "return names", ("tests/transformations/test_checkpoint_policies.py::"
+         "test_with_remat_the_backward_operation_makes_all_of_a_norm[dots]",)),
+    Mutant("a total made again that is not rounded", t.NORM_LAUNCH, "TOTAL=jnp.dtype(total) if", "TOTAL=compute if",
+           MADE_AGAIN),
+    Mutant("statistics made again without epsilon", t.NORM_LAUNCH, "EPSILON=norm.epsilon if", "EPSILON=0.0 if",
+           (f"{AGAIN}[triton-rms_norm_linear-(3, 1)-300-float64]",)),
+    Mutant("no mean made again", t.BACKWARD, "mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)", "pass", GATED_AGAIN),
+    Mutant("columns that are not there in a variance made again", t.BACKWARD,
+           "rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H",
+           "rstd = rstd_of(x - mean[:, None], H", GATED_AGAIN),
+    Mutant("a gate left out of a total made again", t.BACKWARD, "x = load_total(a, base,",
+           "x = load_total(a._replace(gate=None), base,", GATED_AGAIN),
+    Mutant("a row's statistics of a part of it", t.NORM_LAUNCH,
+           "if norm.remat and plan is not None and plan.sums is not None:", "if False:",
+           (f"{AGAIN}[triton-add_rms_norm_linear, x_bias and gate-(2, 20000)-300-float32]",)),
+    Mutant("a total made again of x alone", t.XLA_GRADIENTS, 'if operands.residual is not None and "total" in reads:',
+           "if False:", (f"{AGAIN}[xla-add_rms_norm_linear-(37, 256)-300-bfloat16]",)),
+    Mutant("gradients of unused products alone computed", t.JUNCTION_RULES,
+           "if not jax.tree.leaves(dtypes):  # wanted", "if False:  # wanted",
+           ("tests/operators/test_several_linears.py::test_the_gradient_of_an_unused_product_alone[triton-features0-float32-bias]",)),
+    Mutant("the sum not rounded before it is normed, fused", t.LINEAR, "x = total.to(COMPUTE)", "pass", t.FUSED_SUM),
+    Mutant("the sum not returned, fused", t.LINEAR,
+           "tl.store(r.total + base + start[:, None] + column[None, :], total, mask=mask)", "pass", t.FUSED_SUM),
+    Mutant("the residual of the first columns, fused", t.LINEAR, "load_matrix(a.residual + base, start, valid, first,",
+           "load_matrix(a.residual + base, start, valid, 0,", t.FUSED_SUM),
+    Mutant("the sum's cotangent not added, fused", t.LINEAR_BACKWARD,
+           "dx += load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)", "pass", t.FUSED_SUM),
+    Mutant("the sum's cotangent times rstd, fused", t.LINEAR_BACKWARD,
+           "dx += load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
+           "dx += rstd[:, None] * load_matrix(a.dtotal + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
+           t.FUSED_SUM),
+    Mutant("the norm's backward not told of the offset", t.XLA_LINEAR, "DY, dz)), kernel=None, y_scale=None)",
+           "DY, dz)), kernel=None, y_scale=None, offset=None)", t.XLA_LINEARS),
+    Mutant("dz of one product only", t.XLA_GRADIENTS, "lambda sum, dz: dz + sum", "lambda sum, dz: sum",
+           (f"{ADDED_UP}[xla-four]",)),
+    Mutant("dz of the second product left out of a kernel", t.BACKWARD, "dy += tl.load(a.dy2", "tl.load(a.dy2",
+           OF_THREE),
+    Mutant("dz of the third product left out of a kernel", t.BACKWARD, "dy += tl.load(a.dy3", "tl.load(a.dy3",
+           OF_THREE),
+    Mutant("dz of the third product shared where the first is", t.RECORDS, t.COPY, t.shared_as_dy("dy3"),
+           (f"{t.SEVERAL}test_transformations[triton-rms_norm_linear-features1-float64-vmap of one cotangent]",)),
+    Mutant("dz of the fourth product left out", t.XLA_LINEAR, "gradients_in_jnp.add_up(dz[first:])]", "dz[first]]",
+           (f"{ADDED_UP}[triton-four]",)),
+    Mutant("row sums of the first product alone", t.NORM_LAUNCH,
+           "if operands.dy2 is not None and plan.sums is not None:", "if False:", (f"{ADDED_UP}[triton-a wide row]",)),
+    Mutant("the offset's gradient of the first product alone", t.NORM_LAUNCH,
+           "_without_pullback(with_one_dy(operands),", "_without_pullback(operands,",
+           (f"{t.SEVERAL}test_parameters_of_examples[triton-of examples-('offset',)]",)),
+    Mutant("one dz for norms on both sides that no kernel takes", t.NORM_LAUNCH,
+           "backward_of_two(with_one_dy(operands),", "backward_of_two(operands,",
+           (f"{ADDED_UP}[triton-both sides of a wide row]",)),
+    Mutant("dz of each product added up over devices", t.OPERATIONS, "before_spread=gradients.with_one_dy",
+           "before_spread=None",
+           ("tests/program/test_sequence_parallelism.py::test_z_is_gathered_and_dz_scattered_in_16_bits[several]",)),
+    Mutant("cuBLAS not left to add up", t.NORM_LAUNCH, 'value in ("false", "0")', 'value in ("no",)',
+           tuple(f"{BY_CUBLAS}[cuBLAS{pure}]" for pure in ("", ", of pure products"))),
+    Mutant("the bias of another product", t.XLA_LINEAR, "zip(operands.kernel, operands.bias, junction.features",
+           "zip(operands.kernel, (*operands.bias[1:], operands.bias[0]), junction.features",
+           (f"{t.FUSED}test_several[composed-all]",)),
+    Mutant("doffset of the last product only", t.XLA_LINEAR, "doffset = share if doffset is None else doffset + share",
+           "doffset = share", (f"{t.FUSED}test_several[composed-of the offset]",)),
+    Mutant("a gradient asked for of what an unused result was made of", t.JUNCTION_RULES,
+           "tuple(None if d is None else p for p, d", "tuple(p for p, d",
+           (f"{t.SEVERAL}test_results_that_are_not_used[triton-features0-float32-False-(0,)]",)),
+    Mutant("x saved where the sum was normed, before a product", t.JUNCTION_RULES,
+           "total = operands.x if outcome.total is None else outcome.total", "total = operands.x",
+           (f"{t.FUSED}test_behind_a_sum[bfloat16-bfloat16-composed]",)),
+    Mutant("dtotal added by every part of the features", t.PARTITIONED, "if feature_axes and any(layout.terms):",
+           "if False:", t.IN_ONE_ON_A_MESH),
+    Mutant("dtotal added by no part of the features", t.PARTITIONED, "jnp.where(first, a, 0) if is_term",
+           "0 * a if is_term", t.IN_ONE_ON_A_MESH),
+    Mutant("shares of dbias added up over devices in 16 bits", t.SHAPES,
+           "tuple(Result(d, *([over_rows, True] if pulls else [])) for d in of)",
+           "tuple(Result(d, *([over_rows] if pulls else [])) for d in of)",
+           (f"{t.SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",)),
+    Mutant("shares of a column's sum added up over devices in 16 bits", t.SHAPES,
+           "Result(d, *([over_rows, True] if pulls else []))", "Result(d, *([over_rows, False] if pulls else []))",
+           (f"{t.SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",)),
+    Mutant("z made again in the dtype of the first product", t.XLA_LINEAR,
+           "z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])",
+           "z_dtype = next((dy[i].dtype.name for i in used if dtypes.kernel[i] is not None), None)",
+           (f"{t.SEVERAL}test_kernels_of_several_dtypes[xla-300+8+2x4-dtypes0]",)),
+    Mutant("a 16-bit product's part of H rounded by itself", t.XLA_LINEAR, "rounded_first = not h_axes and (",
+           "rounded_first = (",
+           (f"{t.SHARDED_DTYPES}test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up",)),
+    Mutant("a product that what stands in for JAX's sees", "jln/_junction/linears/axes.py", "lax.dot(",
+           "lax.dot_general(", (f"{SEEN}[value-]",)),
+    Mutant("LoRA of a Dense left out", "jln/linen.py", "for name, a in parameters.items()} != shapes",
+           "for name, a in parameters.items() if name in shapes} != shapes", (f"{OF_QWIX}[lora]",)),
+    Mutant("a Dense's kernel in eight bits for an array", "jln/_modules.py",
+           "not all(isinstance(a, _ARRAY) for a in parameters)", "False", (f"{OF_QWIX}[ptq]",)),
+    Mutant("a layer of NNX that another has replaced left out", "jln/nnx.py",
+           "if any(type(a) not in (LayerNorm, RMSNorm, nnx.Linear, nnx.LinearGeneral) for a in (self.norm, *linears))",
+           "if False",
+           ("tests/modules/test_nnx.py::test_a_layer_that_takes_the_place_of_another_is_called[LoRALinear]",)),
+    Mutant("a norm over other axes taken for one over the last", "jln/_modules.py", "in ((-1,), (x.ndim - 1,))",
+           "!= ()", ("tests/modules/test_flax.py::test_path[LayerNorm-linen-reduction_axes=1-plain]",)),
 ]  # fmt: skip

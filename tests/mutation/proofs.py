@@ -1,15 +1,7 @@
 """Ways to break the reference, the checker, tuning, explaining and the certificates of norms."""
 
-from targets import (
-    CHECK,
-    EXPLAIN,
-    LIMITS,
-    NORM_TILES,
-    REFERENCE,
-    TUNING,
-    XLA_NORM,
-    Mutant,
-)
+import targets as t
+from targets import Mutant
 
 CERTIFICATE, NORMS = "jln/_fuse/certificate.py", "jln/_fuse/norms.py"
 
@@ -20,144 +12,62 @@ def hidden(name: str) -> tuple[str, ...]:
 
 PROOFS = [
     # The reference and the checker
-    Mutant(
-        "the reference's sum not rounded",
-        REFERENCE,
-        "total = jax.lax.optimization_barrier((total + residual.astype(total.dtype)).astype(total_dtype))",
-        "total = (total + residual.astype(total.dtype)).astype(total_dtype)",
-        (
+    Mutant("the reference's sum not rounded", t.REFERENCE,
+           "total = jax.lax.optimization_barrier((total + residual.astype(total.dtype)).astype(total_dtype))",
+           "total = (total + residual.astype(total.dtype)).astype(total_dtype)", (
             "tests/operators/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-reference-jitted]",
-        ),
-    ),
-    Mutant(
-        "a sum's digits left to its conversion",
-        XLA_NORM,
-        "lax.reduce_precision(total, jnp.finfo(total.dtype).nexp, digits)",
-        "total",
-        (
+        )),
+    Mutant("a sum's digits left to its conversion", t.XLA_NORM,
+           "lax.reduce_precision(total, jnp.finfo(total.dtype).nexp, digits)", "total", (
             "tests/operators/test_rounded_sum.py::test_a_gradient_alone_is_that_of_the_rounded_sum[add_rms_norm-bfloat16]",
-        ),
-    ),
-    Mutant(
-        "only the largest error judged",
-        LIMITS,
-        "self.error <= self.limit and self.rms_error <= self.rms_limit",
-        "self.error <= self.limit",
-        ("tests/tools/test_check.py::test_slips_are_rejected_by_what_they_break[bfloat16]",),
-    ),
-    Mutant(
-        "only the root mean square judged",
-        LIMITS,
-        "self.error <= self.limit and self.rms_error <= self.rms_limit",
-        "self.rms_error <= self.rms_limit",
-        ("tests/tools/test_check.py::test_slips_are_rejected_by_what_they_break[bfloat16]",),
-    ),
-    Mutant(
-        "a cotangent of ones",
-        CHECK,
-        "random.standard_normal(a.shape).astype(a.dtype) for a",
-        "np.ones(a.shape, a.dtype) for a",
-        ("tests/checker/test_catalogue.py::test_wrong_rules_are_rejected[LayerNorm: cotangent ignored]",),
-    ),
-    Mutant(
-        "second derivatives along ones",
-        CHECK,
-        "_draw(seed, shapes.values(), ours.floats)[:order]",
-        "[*_draw(seed, shapes.values()), [np.ones_like(a) for a in ours.floats]][:order]",
-        ("tests/checker/test_testing.py::test_second_derivatives_are_along_a_random_vector",),
-    ),
-    Mutant(
-        "second derivatives of the function, not of its gradients",
-        CHECK,
-        "functools.partial(_gradients, differentiated, each)",
-        "functools.partial(_gradients, self, each)",
-        ("tests/checker/test_testing.py::test_second_derivatives_are_along_a_random_vector",),
-    ),
-    Mutant(
-        "all within the tolerance of an infinity",
-        "jln/testing/report.py",
-        "np.where(np.isfinite(limit), error / limit, np.inf)",
-        "error / limit",
-        ("tests/checker/test_testing.py::test_nothing_but_itself_is_within_an_infinite_tolerance",),
-    ),
+        )),
+    Mutant("only the largest error judged", t.LIMITS, "self.error <= self.limit and self.rms_error <= self.rms_limit",
+           "self.error <= self.limit",
+           ("tests/tools/test_check.py::test_slips_are_rejected_by_what_they_break[bfloat16]",)),
+    Mutant("only the root mean square judged", t.LIMITS,
+           "self.error <= self.limit and self.rms_error <= self.rms_limit", "self.rms_error <= self.rms_limit",
+           ("tests/tools/test_check.py::test_slips_are_rejected_by_what_they_break[bfloat16]",)),
+    Mutant("a cotangent of ones", t.CHECK, "random.standard_normal(a.shape).astype(a.dtype) for a",
+           "np.ones(a.shape, a.dtype) for a",
+           ("tests/checker/test_catalogue.py::test_wrong_rules_are_rejected[LayerNorm: cotangent ignored]",)),
+    Mutant("second derivatives along ones", t.CHECK, "_draw(seed, shapes.values(), ours.floats)[:order]",
+           "[*_draw(seed, shapes.values()), [np.ones_like(a) for a in ours.floats]][:order]",
+           ("tests/checker/test_testing.py::test_second_derivatives_are_along_a_random_vector",)),
+    Mutant("second derivatives of the function, not of its gradients", t.CHECK,
+           "functools.partial(_gradients, differentiated, each)", "functools.partial(_gradients, self, each)",
+           ("tests/checker/test_testing.py::test_second_derivatives_are_along_a_random_vector",)),
+    Mutant("all within the tolerance of an infinity", "jln/testing/report.py",
+           "np.where(np.isfinite(limit), error / limit, np.inf)", "error / limit",
+           ("tests/checker/test_testing.py::test_nothing_but_itself_is_within_an_infinite_tolerance",)),
     # Measured tiles
-    Mutant(
-        "backward passes with more to hold given measured tiles",
-        NORM_TILES,
-        "not (mixed or more or beside or wants_y)",
-        "not (mixed or wants_y)",
-        ("tests/triton/test_tuning.py::test_only_what_was_measured_is_chosen",),
-    ),
-    Mutant(
-        "tiles of another chip",
-        TUNING,
-        'if document["chip"] != chip:',
-        "if False:",
-        ("tests/triton/test_tuning.py::test_a_file_that_is_none_is_said_once_and_the_rules_choose[another chip's]",),
-    ),
-    Mutant(
-        "tiles that no kernel can run",
-        TUNING,
-        'if (fault := _fault(entry["choice"], h, entry["itemsize"], tiles)) is not None:',
-        "if fault := None:",
-        ("tests/triton/test_tuning.py::test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out[absurd warps]",),
-    ),
-    Mutant(
-        "an entry under another's name",
-        "jln/_triton/cache.py",
-        "entry if name == key else None",
-        "entry",
-        ("tests/triton/test_cache.py::test_what_is_no_entry_of_the_key_is_as_none[another key's]",),
-    ),
-    Mutant(
-        "root's folder in a user's home",
-        "jln/_triton/cache.py",
-        "os.geteuid() == 0 != near.stat().st_uid",
-        "False",
-        ("tests/triton/test_cache.py::test_root_makes_no_folder_in_a_users_home",),
-    ),
-    Mutant(
-        "a Linear's own settings not looked at",
-        "jln/nnx.py",
-        "getattr(a, name, some[0]) not in some",
-        "False",
-        ("tests/modules/test_nnx.py::test_a_linear_with_settings_of_its_own_is_called",),
-    ),
+    Mutant("backward passes with more to hold given measured tiles", t.NORM_TILES,
+           "not (mixed or more or beside or wants_y)", "not (mixed or wants_y)",
+           ("tests/triton/test_tuning.py::test_only_what_was_measured_is_chosen",)),
+    Mutant("tiles of another chip", t.TUNING, 'if document["chip"] != chip:', "if False:",
+           ("tests/triton/test_tuning.py::test_a_file_that_is_none_is_said_once_and_the_rules_choose"
+            "[another chip's]",)),
+    Mutant("tiles that no kernel can run", t.TUNING,
+           'if (fault := _fault(entry["choice"], h, entry["itemsize"], tiles)) is not None:', "if fault := None:",
+           ("tests/triton/test_tuning.py::test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out"
+            "[absurd warps]",)),
+    Mutant("an entry under another's name", "jln/_triton/cache.py", "entry if name == key else None", "entry",
+           ("tests/triton/test_cache.py::test_what_is_no_entry_of_the_key_is_as_none[another key's]",)),
+    Mutant("root's folder in a user's home", "jln/_triton/cache.py", "os.geteuid() == 0 != near.stat().st_uid",
+           "False", ("tests/triton/test_cache.py::test_root_makes_no_folder_in_a_users_home",)),
+    Mutant("a Linear's own settings not looked at", "jln/nnx.py", "getattr(a, name, some[0]) not in some", "False",
+           ("tests/modules/test_nnx.py::test_a_linear_with_settings_of_its_own_is_called",)),
     # Explaining
-    Mutant(
-        "loops and checkpoints not told",
-        EXPLAIN,
-        "route._replace(why=route.why + _remark(equation))",
-        "route",
-        ("tests/modules/test_explain.py::test_where_a_layer_is_and_what_is_around_it",),
-    ),
+    Mutant("loops and checkpoints not told", t.EXPLAIN, "route._replace(why=route.why + _remark(equation))", "route",
+           ("tests/modules/test_explain.py::test_where_a_layer_is_and_what_is_around_it",)),
     # Certificates of norms
-    Mutant(
-        "a power whose exponent is 0 on all rows that are tried",
-        CERTIFICATE,
-        'if node.operation in ("exp", "pow"):',
-        'if node.operation == "exp":',
-        hidden("a_power_that_counts_on_larger_rows_than_are_tried"),
-    ),
-    Mutant(
-        "a sigmoid of 0 on all rows that are tried",
-        CERTIFICATE,
-        "(np.abs(operands[0]) > 1e-8) & (operands[0] < 18)",
-        "operands[0] < 18",
-        hidden("a_sigmoid_that_counts_on_larger_rows_than_are_tried"),
-    ),
-    Mutant(
-        "small and large rows not tried",
-        NORMS,
-        "for i in range(-12, 13))",
-        "for i in range(2))",
-        hidden("an_epsilon_that_counts_on_small_rows"),
-    ),
-    Mutant(
-        "rows of one sign tried",
-        NORMS,
-        "(-1) ** i * 10.0 ** (3 * i)",
-        "10.0 ** (3 * i)",
-        hidden("a_mean_without_its_sign_that_is_subtracted"),
-    ),
-]
+    Mutant("a power whose exponent is 0 on all rows that are tried", CERTIFICATE,
+           'if node.operation in ("exp", "pow"):', 'if node.operation == "exp":',
+           hidden("a_power_that_counts_on_larger_rows_than_are_tried")),
+    Mutant("a sigmoid of 0 on all rows that are tried", CERTIFICATE,
+           "(np.abs(operands[0]) > 1e-8) & (operands[0] < 18)", "operands[0] < 18",
+           hidden("a_sigmoid_that_counts_on_larger_rows_than_are_tried")),
+    Mutant("small and large rows not tried", NORMS, "for i in range(-12, 13))", "for i in range(2))",
+           hidden("an_epsilon_that_counts_on_small_rows")),
+    Mutant("rows of one sign tried", NORMS, "(-1) ** i * 10.0 ** (3 * i)", "10.0 ** (3 * i)",
+           hidden("a_mean_without_its_sign_that_is_subtracted")),
+]  # fmt: skip

@@ -1,58 +1,35 @@
 """Ways to break sequence parallelism: rows gathered between a norm and products whose features the same axis splits."""
 
-from targets import (
-    LINEAR_LAUNCH,
-    PARTITIONED,
-    PLACEMENT,
-    SEQUENCE,
-    XLA_LINEAR,
-    Mutant,
-)
+import targets as t
+from targets import Mutant
 
-GATHERED = (f"{SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-layer_norm_linear-one]",)
+GATHERED = (f"{t.SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-layer_norm_linear-one]",)
 PARTLY = tuple(
-    f"{SEQUENCE}test_features_over_some_of_the_axes_of_the_rows[few features-{axes}]"
+    f"{t.SEQUENCE}test_features_over_some_of_the_axes_of_the_rows[few features-{axes}]"
     for axes in ("one product by both", "outer")
 )
 
 ROWS_GATHERED = [
-    Mutant(
-        "a kernel gathered where the result is asked for by features", PLACEMENT,
-        "asked |= {*axes} if has_rows and dim.kind == Kind.FEATURE else set()", "pass", GATHERED,
-    ),
-    Mutant(
-        "rows split where the result is asked for by rows", PLACEMENT,
-        "if has_rows and dim.kind == Kind.FEATURE else set()", "if dim.kind == Kind.FEATURE else set()",
-        (f"{SEQUENCE}test_kernels_that_are_only_stored_in_parts_are_gathered[few features-layer_norm_linear]",),
-    ),
-    Mutant(
-        "rows that do not lie side by side gathered", PLACEMENT,
-        "while may_gather and last and axes[last - 1] in of_features:", "while may_gather and last:", PARTLY,
-    ),
-    Mutant(
-        "rows gathered over axes that no features are left to", PLACEMENT,
-        "return placement if asked <=", "return placement if True or asked <=", PARTLY,
-    ),
-    Mutant(
-        "dz that has been added up added up again", PLACEMENT, "left_out = {Kind.FEATURE: gathered,",
-        "left_out = {Kind.FEATURE: set(),", GATHERED,
-    ),
-    Mutant(
-        "dkernel of all rows added up again", PLACEMENT,
-        "Kind.ROW: self._feature_axes(result.dims),", "Kind.ROW: set(),", GATHERED,
-    ),
-    Mutant(
-        "the sum's cotangent left to one device of those that have rows of their own", PARTITIONED,
-        "if a not in shared]", "if True or a not in shared]",
-        (f"{SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-add_rms_norm_linear-one]",),
-    ),
-    Mutant(
-        "dkernel of a device's own rows", XLA_LINEAR, "z = z if pulled.y is None else _all_rows(pulled.y, gathered)",
-        "z = None if pulled.y is None else jnp.concatenate([pulled.y] * 4, 1)", GATHERED,
-    ),
-    Mutant(
-        "rows not gathered where kernels run", LINEAR_LAUNCH, "dtype is not None and not (batch_dims or gathered)",
-        "dtype is not None and not batch_dims",
-        ("tests/devices/test_sharded_kernels.py::test_sequence_parallelism",),
-    ),
+    Mutant("a kernel gathered where the result is asked for by features", t.PLACEMENT,
+           "asked |= {*axes} if has_rows and dim.kind == Kind.FEATURE else set()", "pass", GATHERED),
+    Mutant("rows split where the result is asked for by rows", t.PLACEMENT,
+           "if has_rows and dim.kind == Kind.FEATURE else set()", "if dim.kind == Kind.FEATURE else set()",
+           (f"{t.SEQUENCE}test_kernels_that_are_only_stored_in_parts_are_gathered[few features-layer_norm_linear]",)),
+    Mutant("rows that do not lie side by side gathered", t.PLACEMENT,
+           "while may_gather and last and axes[last - 1] in of_features:", "while may_gather and last:", PARTLY),
+    Mutant("rows gathered over axes that no features are left to", t.PLACEMENT, "return placement if asked <=",
+           "return placement if True or asked <=", PARTLY),
+    Mutant("dz that has been added up added up again", t.PLACEMENT, "left_out = {Kind.FEATURE: gathered,",
+           "left_out = {Kind.FEATURE: set(),", GATHERED),
+    Mutant("dkernel of all rows added up again", t.PLACEMENT, "Kind.ROW: self._feature_axes(result.dims),",
+           "Kind.ROW: set(),", GATHERED),
+    Mutant("the sum's cotangent left to one device of those that have rows of their own", t.PARTITIONED,
+           "if a not in shared]", "if True or a not in shared]",
+           (f"{t.SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-add_rms_norm_linear-one]",)),
+    Mutant("dkernel of a device's own rows", t.XLA_LINEAR,
+           "z = z if pulled.y is None else _all_rows(pulled.y, gathered)",
+           "z = None if pulled.y is None else jnp.concatenate([pulled.y] * 4, 1)", GATHERED),
+    Mutant("rows not gathered where kernels run", t.LINEAR_LAUNCH,
+           "dtype is not None and not (batch_dims or gathered)", "dtype is not None and not batch_dims",
+           ("tests/devices/test_sharded_kernels.py::test_sequence_parallelism",)),
 ]  # fmt: skip
