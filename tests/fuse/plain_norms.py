@@ -1,5 +1,6 @@
-"""Norms in plain jnp, of which the tests write variants, and arrays for them."""
+"""Norms in plain jnp, of which the tests write variants, arrays for them, and a small model that has them."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,10 +21,49 @@ def ms(x):
     return mean(x * x)
 
 
+def var(x):
+    return jnp.var(x, -1, keepdims=True)
+
+
+def over(x, statistic):
+    return x * lax.rsqrt(statistic + EPS)
+
+
 def rms(x, s=None):
-    y = x * lax.rsqrt(ms(x) + EPS)
+    y = over(x, ms(x))
     return y if s is None else y * s
 
 
-def layer(x):
-    return rms(x - mean(x))
+def layer(x, s=None, b=None):
+    y = rms(x - mean(x), s)
+    return y if b is None else y + b
+
+
+# A small model: two norms a block and one behind, all but the first of which read a sum.
+WIDTH, BLOCKS = 16, 3
+EXAMPLES = normal(4, 4, WIDTH)  # for four devices
+ALL = {"layer_norm": 1, "add_layer_norm": 6}
+_SHAPES = {"s": (2, WIDTH), "b": (2, WIDTH), "u": (WIDTH, 8), "v": (8, WIDTH), "c": (WIDTH,)}
+_BLOCKS = [{n: normal(*shape) * 0.3 + 0.1 * i for n, shape in _SHAPES.items()} for i in range(BLOCKS)]
+PARAMETERS = {"blocks": _BLOCKS, "s": normal(WIDTH), "b": normal(WIDTH), "out": normal(WIDTH, 4)}
+
+
+def block(p, x):
+    x = x + jnp.tanh(layer(x, p["s"][0], p["b"][0]) @ p["u"]) @ p["v"] + p["c"]
+    return x + jnp.sin(layer(x, p["s"][1], p["b"][1]) @ p["u"]) @ p["v"]
+
+
+def head(p, x):
+    return jnp.mean((layer(x, p["s"], p["b"]) @ p["out"]) ** 2)
+
+
+def model(p, x, block=block):
+    for of in p["blocks"]:
+        x = block(of, x)
+    return head(p, x)
+
+
+def scanned(p, x, block=block):
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *p["blocks"])
+    x, _ = lax.scan(lambda x, of: (block(of, x), None), x, stacked)
+    return head(p, x)

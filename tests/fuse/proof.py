@@ -19,7 +19,7 @@ H = 512
 
 
 class Case(NamedTuple):
-    """A function, its arguments, and the operators that fuse is to find in it."""
+    """A function, its arguments, the operators that fuse is to find in it, and fuse's options."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -27,18 +27,9 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-def listed(cases: dict[str, Case]) -> Callable[..., Any]:
-    """Return a decorator that adds a function to the cases, by its name."""
-
-    def add(*args: Any, finds: str = "", **options: Any) -> Callable[..., Any]:
-        def added(function: Callable[..., Any]) -> Callable[..., Any]:
-            assert function.__name__ not in cases, function.__name__
-            cases[function.__name__] = Case(function, args, dict(collections.Counter(finds.split())), options)
-            return function
-
-        return added
-
-    return add
+def case(finds: str, function: Callable[..., Any], *args: Any, **options: Any) -> Case:
+    """Return a case, of which `finds` lists the operators by their names."""
+    return Case(function, args, dict(collections.Counter(finds.split())), options)
 
 
 def normal(*shape: int, dtype: Any = None, size: float = 1.0) -> np.ndarray:
@@ -85,10 +76,11 @@ def difference(
     return max((parted(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
 
 
-def proven(case: Case, rounding: float = 1e-12) -> tuple[dict[str, int], bool]:
-    """Return the operators that fuse finds in a case, and whether nothing changes but by this rounding."""
-    function, args, _, options = case
-    return operators(function, *args, **options), difference(function, *args, **options) <= rounding
+def prove(case: Case) -> None:
+    """Raise where fuse does not find a case's operators and no other, or where more changes than roundings."""
+    function, args, finds, options = case
+    found, changed = operators(function, *args, **options), difference(function, *args, **options)
+    assert found == finds and changed <= rounding_of(case), f"found {found}, differs by {changed:.1e}"
 
 
 def rounding_of(case: Case) -> float:
@@ -135,3 +127,9 @@ def _weighed(a: Any) -> Any:
     a = jnp.asarray(a)
     a = jnp.real(a) if jnp.iscomplexobj(a) else a.astype(jnp.promote_types(a.dtype, jnp.float32))
     return jnp.sum(jnp.sin(a) * jnp.asarray(1 + np.arange(a.size).reshape(a.shape) % 7, a.dtype))
+
+
+def apart(got: Any, wanted: Any) -> float:
+    """Return the largest difference of two trees' arrays, relative to an array's largest element."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    return max(parted(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
