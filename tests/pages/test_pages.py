@@ -1,26 +1,19 @@
-"""The Markdown pages: their code prints what they show, their commands exist, and their links lead somewhere."""
+"""The Markdown pages: their code prints what they show, and their links lead somewhere."""
 
 import contextlib
-import importlib
 import io
 import linecache
 import math
 import os
 import pathlib
 import re
-import shlex
 import subprocess
 import sys
-import tomllib
 
 import jax
 import pytest
-import typer
 
-from catalogue import OPERATORS
-from jln.__main__ import parser
 from jln._triton.target import interpreting
-from jln.testing.operators import DTYPES
 from peers import PEERS
 from workloads import ALL
 
@@ -33,8 +26,6 @@ PAGES = {
 HISTORY = "CHANGELOG.md"  # what it names may be gone
 # Pages whose code another test runs.
 TESTED = {"examples/real_models.md": "tests/modules/test_real_models.py"}
-# The package's files, as their messages tell what to type, too.
-MESSAGES = {str(p.relative_to(ROOT)): p.read_text() for p in sorted((ROOT / "jln").rglob("*.py"))}
 CURRENT = [page for page in PAGES if page != HISTORY]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n*", re.M | re.S)
@@ -97,209 +88,6 @@ def test_other_output_is_seen():
     assert agree("x 24 9.9e-13 ok", shown)
     others = [shown.replace(*slip) for slip in (("24", "25"), ("e-13", "e-03"), ("ok", "WRONG"))]
     assert not any(agree(other, shown) for other in [*others, "", shown * 2])
-
-
-def samples(text: str) -> list[tuple[str, list[str]]]:
-    """Return the commands of a page that are shown with their output, each with the lines of that."""
-    shown = re.findall(r"^    \$ (.*)\n((?:(?:    .*)?\n)*)", text, re.M)
-    return [(command, output.splitlines()) for command, output in shown]
-
-
-def masked(line: str) -> str:
-    """Return a line of output without what depends on the machine: numbers, versions, paths and widths."""
-    return " ".join(re.sub(r"^(/.*|v?[\d.]+(e[-+]\d+)?)$", "#", word) for word in line.split())
-
-
-# The others take minutes: CI runs them.
-QUICK = [s for s in samples(PAGES["examples/command_line.md"]) if re.search("doctor|check layer_norm", s[0])]
-
-
-@pytest.mark.parametrize(("command", "shown"), QUICK, ids=[command for command, _ in QUICK])
-def test_a_command_prints_what_a_page_shows(command, shown):
-    """Each line that the page shows is among those that the command prints, in this order."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("JLN_", "TRITON_"))}
-    words = [sys.executable, *shlex.split(command)[1:]]
-    printed = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout
-    lines = iter(map(masked, printed.splitlines()))
-    assert [line for line in shown if line.strip() not in ("", "...") and masked(line) not in lines] == []
-
-
-# Commands
-
-PROGRAMS = ("python", "pytest", "pip", "bash", "export", "source ", "benchmarks/", "JLN_", "JAX_", "TRITON_")
-PYTEST = {"-n0", "-s", "--durations=25", "--ignore", "--dist", "worksteal"}
-
-
-def commands(text: str) -> set[str]:
-    """Return the commands that a page tells to type, in indented blocks and in inline code."""
-    text = FENCE.sub("\n", text)
-    indented = re.findall(r"^    (?:\$ )?(\S.*)$", text, re.M)
-    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", re.sub(r"^    .*$", "", text, flags=re.M))]
-    inline = [code.replace("\\|", "|") for code in inline]
-    return {code for code in [*indented, *inline] if code.startswith(PROGRAMS)}
-
-
-def simple(command: str) -> list[list[str]]:
-    """Return the words of each of the simple commands that `&&` and `|` join.
-
-    `...`, which stands for more words, and redirections of output are left out.
-    """
-    found = [[]]
-    for word in shlex.split(command, comments=True):
-        if word in ("&&", "|"):
-            found.append([])
-        elif word != "...":
-            found[-1].append(word)
-    return [words[: words.index(">")] if ">" in words else words for words in found]
-
-
-def complaints(words: list[str]) -> list[str]:
-    """Return messages about what is wrong with a simple command, or an empty list."""
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    match words:
-        case [] | ["python"] | ["pip", *_] | ["head", *_] | ["pre-commit", "install"]:
-            return []  # `badly_installed` judges pip
-        case ["python3.11", "-m", "venv", _] | ["source", _]:
-            return []
-        case ["export", variable] | [variable] if variable.partition("=")[0].isupper():
-            name = variable.partition("=")[0]
-            return [] if any(name in text for text in MESSAGES.values()) else [f"no {name}"]
-        case ["python", "-m", "jln"]:
-            return []
-        case ["python", "-m", "jln", *rest]:
-            return of_ours(rest)
-        case ["python", "benchmarks/report.py" | "benchmarks/bench.py" as script, *rest]:
-            return of_workloads(script, rest)
-        case ["pytest", *rest]:
-            return of_pytest(rest)
-        case ["bash", script, *rest] | ["python", script, *rest]:
-            return of_script(script, rest)
-        case [script, *rest] if script.startswith("benchmarks/"):
-            return of_script(script, rest)
-    return [f"what is {words}?"]
-
-
-def of_ours(words: list[str]) -> list[str]:
-    try:
-        given = parser().parse_args(words)
-    except SystemExit:
-        return [f"no command {words}"]
-    asked = {"operators": OPERATORS, "dtype": DTYPES, "implementation": ("xla", "triton")}
-    return [f"no {w}" for field, known in asked.items() for w in getattr(given, field, None) or () if w not in known]
-
-
-def of_workloads(script: str, rest: list[str]) -> list[str]:
-    app = typer.Typer()
-    app.command()(importlib.import_module(pathlib.Path(script).stem).main)
-    try:
-        given = typer.main.get_command(app).make_context(script, rest).params
-    except typer.BadParameter.__mro__[1] as error:
-        return [error.format_message()]
-    return [f"no workload {w}" for w in given["workloads"] or () if w not in {**ALL, "NAME": ...}]
-
-
-def of_pytest(rest: list[str]) -> list[str]:
-    wrong, files, rest = [], [], iter(rest)
-    for word in rest:
-        if word == "-k":
-            names = [w for w in re.findall(r"\w+", next(rest)) if w not in ("and", "not", "or")]
-            texts = "".join(p.read_text() for f in files for p in [f, *f.rglob("*.py")] if p.is_file())
-            wrong += [f"no {name} in {files}" for name in names if name not in texts]
-        elif word == "-m":
-            marks = re.findall(r"\w+", next(rest))
-            wrong += [f"no marker {m}" for m in marks if m not in ("and", "not", "or", "heavy", "combination")]
-        elif word not in PYTEST:
-            file, _, test = word.removeprefix("--confcutdir=").partition("::")
-            files.append(ROOT / file)
-            if not files[-1].exists() or test not in (files[-1].read_text() if test else ""):
-                wrong.append(f"no {word}")
-    return wrong
-
-
-def of_script(script: str, rest: list[str]) -> list[str]:
-    """Return messages about a script that does not exist, or about options that it does not have.
-
-    An option stands in the script's text, or is a parameter of its `main`.
-    """
-    if not (ROOT / script).is_file():
-        return [f"no {script}"]
-    text = (ROOT / script).read_text()
-    options = [word for word in rest if word.startswith("--")]
-    return [
-        f"{script} has no {option}"
-        for option in options
-        if not re.search(rf"{option}\b|^    {option[2:].replace('-', '_')}: Annotated", text, re.M)
-    ]
-
-
-@pytest.mark.parametrize("page", CURRENT)
-def test_what_a_page_tells_to_type_exists(page):
-    assert [wrong for command in commands(PAGES[page]) for part in simple(command) for wrong in complaints(part)] == []
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "python -m jln chek",
-        "python benchmarks/bench.py --peer jln",
-        "python benchmarks/report.py layer-norm-4097",
-        "python -m jln check layer_norm --dtype float8",
-        "python -m jln check layernorm",
-        "python examples/train.py",
-        "python examples/train_lm.py --step 3",
-        "pytest tests/test_page.py",
-        "pytest tests/operators/test_errors.py -k nothing_of_this_name",
-        "pytest tests/operators/test_errors.py::test_nothing_of_this_name",
-        "pytest -m heav",
-        "pytest -x",
-        "export JLN_TILES=h200.json",
-        "bash .ci/runs",
-        "make",
-    ],
-)
-def test_what_does_not_exist_is_seen(command):
-    assert [wrong for part in simple(command) for wrong in complaints(part)] != []
-
-
-def test_commands_are_found_wherever_they_stand():
-    text = "Do `python -m\njln check`:\n\n    $ pytest tests  # all\n    python x.py && pytest\n"
-    text += "\n```python\npython = 1\n```\n"
-    assert commands(text) == {"python -m jln check", "pytest tests  # all", "python x.py && pytest"}
-
-
-# Installing
-
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-# Other packages that a message may tell to install by their names.
-OTHERS = r"(-U )?\"?(jax|jaxlib|numpy|triton|tokamax|\{n)"
-
-
-def badly_installed(text: str) -> list[str]:
-    """Return what a text tells to install otherwise than by `pip install -e ".[extra,extra]"` with known extras.
-
-    Other packages may be installed by their names.
-    """
-    found = re.findall(r"pip install ([^\n`]*)", text)
-    return [line for line in found if not (is_form(line) or re.match(OTHERS, line))] + re.findall(r"jln\[\w*", text)
-
-
-def is_form(line: str) -> bool:
-    match = re.match(r'-e "\.\[([\w,{}]+)\]"', line)
-    return match is not None and all(extra in {*EXTRAS, "{extra}"} for extra in match[1].split(","))
-
-
-@pytest.mark.parametrize(
-    "file", [f for f, text in {**PAGES, **MESSAGES}.items() if f != HISTORY and re.search(r"pip install|jln\[", text)]
-)
-def test_pages_and_messages_agree_on_one_install_line(file):
-    assert badly_installed({**PAGES, **MESSAGES}[file]) == []
-
-
-def test_another_install_line_is_seen():
-    for wrong in ['"jln[cuda13]"', "jln", ".", '".[cuda13]"', '-e ".[cuda14]"', "-e .", '-e ".[flax, cuda13]"']:
-        assert badly_installed(f"pip install {wrong}") != []
-    assert badly_installed('pip install -e ".[cuda13,flax]" && pytest') == []
 
 
 def absent(text: str) -> list[str]:
