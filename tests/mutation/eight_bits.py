@@ -18,11 +18,9 @@ def every(implementation: str, kind: str, to: str = "e4m3") -> tuple[str, ...]:
 
 
 MESH = "tests/devices/test_eight_bits_on_a_mesh.py::test_on_a_mesh"
-CHUNKS = (f"{TESTS}test_every_norm[one scale-triton-rms_norm-(2, 20000)]",)
-CURRENT = (f"{TESTS}test_current_scaling[xla-rms_norm]",)
-GROUPS = tuple(
-    f"{TESTS}test_parameters_of_examples[blocks-triton-{shape}]" for shape in ("(3, 1, 64)", "(3, 4, 1, 64)")
-)
+CHUNKS = (f"{TESTS}test_every_norm[triton-rms_norm-one scale-(2, 20000)]",)
+CURRENT = (f"{TESTS}test_every_norm[xla-rms_norm-current scale-(37, 96)]",)
+GROUPS = tuple(f"{TESTS}test_parameters_of_examples[triton-blocks-{own}]" for own in ("groups", "heads of groups"))
 
 EIGHT_BITS = [
     Mutant("y times its scale", t.XLA_EIGHT_BITS, "y * (1 / scale)", "y * scale", every("xla", "one scale")),
@@ -57,11 +55,11 @@ EIGHT_BITS = [
     Mutant("infinite blocks with a scale, by XLA", t.XLA_EIGHT_BITS, "jnp.where(bits >= 0x7F800000, 255, biased)",
            "biased", every("xla", "blocks")),
     Mutant("block scales of the wrong chunk", KERNEL, "first // 32 + tl.arange(0, blocks)", "tl.arange(0, blocks)",
-           (f"{TESTS}test_every_norm[blocks-triton-rms_norm-(2, 20000)]",)),
+           (f"{TESTS}test_every_norm[triton-rms_norm-blocks-(2, 20000)]",)),
     Mutant("block scales of rows that are not there", KERNEL, "exists = valid[:, None] & ", "exists = ",
-           (f"{TESTS}test_every_norm[blocks-triton-rms_norm-(37, 96)]",)),
+           (f"{TESTS}test_every_norm[triton-rms_norm-blocks-(37, 96)]",)),
     Mutant("block scales behind H", KERNEL, "(block < H // 32)[None, :]", "(block < BLOCK_H)[None, :]",
-           (f"{TESTS}test_every_norm[blocks-triton-rms_norm-(37, 96)]",)),
+           (f"{TESTS}test_every_norm[triton-rms_norm-blocks-(37, 96)]",)),
     Mutant("block scales of one group", t.RECORDS, t.COPY, t.first_part_of("block_scale"), GROUPS),
     Mutant("the largest of the last chunk", t.FORWARD, "else tl.maximum(largest, of_chunk)", "else of_chunk", CHUNKS),
     Mutant("the largest of what is not there", KERNEL, "tl.where(mask, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)",
@@ -74,17 +72,17 @@ EIGHT_BITS = [
     Mutant("a current scale of the first group alone", RULES,
            "jnp.broadcast_to(scale, norm.sizes(Shape.ONE, operands.x.shape, 0))",
            "scale.reshape((1,) * operands.x.ndim)",
-           (f"{TESTS}test_current_scaling_with_parameters_of_examples[triton-heads]",)),
+           (f"{TESTS}test_parameters_of_examples[triton-current scale-heads]",)),
     Mutant("a scale of zero where all is zero", RULES,
            "jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)", "scale",
            (f"{TESTS}test_current_scaling_of_zeros_and_of_nan",)),
     Mutant("the residual added again", RULES, "._replace(x=outcome.total)\n", "._replace(x=operands.x)\n",
-           (f"{TESTS}test_current_scaling[xla-add_layer_norm]",)),
+           (f"{TESTS}test_every_norm[xla-add_layer_norm-current scale-(37, 96)]",)),
     Mutant("one scale for all examples", t.RECORDS, t.COPY, t.first_part_of("y_scale"),
            (f"{TESTS}test_vmap[one scale-triton-axes0]",)),
     Mutant("the total's cotangent left out behind eight bits", RULES,
            "Arrays(y=cotangents.carrier, total=cotangents.total)", "Arrays(y=cotangents.carrier)",
-           (f"{STRAIGHT}test_every_gradient_is_that_of_the_norm[xla-add_rms_norm-blocks-(5, 64)]",)),
+           (f"{TESTS}test_every_norm[xla-add_rms_norm-blocks-(37, 96)]",)),
     Mutant("a cotangent of eight bits dropped", RULES, "if cotangents.y is not None:", "if False:",
            (f"{STRAIGHT}test_eight_bits_have_none",)),
     Mutant("second derivatives of what went straight through", RULES,
@@ -93,7 +91,7 @@ EIGHT_BITS = [
     Mutant("a carrier in x's dtype", RULES, "for a in (operands.x, operands.added) if", "for a in (operands.x,) if",
            (f"{STRAIGHT}test_the_carrier_is_in_the_dtype_of_y",)),
     Mutant("a carrier that is the same on all devices", RULES, "vary_together((carrier, outcome.y))[0]", "carrier",
-           ("tests/devices/test_eight_bits_on_a_mesh.py::test_gradients_in_a_shard_map[xla]",)),
+           ("tests/devices/test_eight_bits_on_a_mesh.py::test_in_a_shard_map[xla]",)),
     Mutant("a carrier added to the numbers", OF_USERS, "else _follow(numbers, self.carrier)",
            "else numbers + self.carrier.astype(dtype)",
            (f"{STRAIGHT}test_dequantized_numbers_are_what_the_bits_stand_for",)),
@@ -120,5 +118,5 @@ EIGHT_BITS = [
            (f"{TESTS}test_chips_that_do_not_convert_have_eight_bits_by_xla",)),
     Mutant("examples as rows where XLA makes eight bits for a chip", t.NORM_LAUNCH,
            "formulas.forward(operands, norm, dtypes, batch_dims)", "formulas.forward(operands, norm, dtypes, 0)",
-           (f"{TESTS}test_every_norm_where_the_chip_does_not_convert",)),
+           (f"{TESTS}test_where_the_chip_does_not_convert",)),
 ]  # fmt: skip

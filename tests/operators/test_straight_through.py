@@ -8,45 +8,9 @@ import pytest
 
 import jln
 import workbench
-from catalogue import FORMS, sizes
 
 QUANTIZE = {"blocks": jln.MXFloat8(), "given scale": jln.Float8(0.03), "current scale": jln.Float8()}
-NORMS = [name for name, form in FORMS.items() if not form.is_linear]
 H = 64
-
-
-def function(name, implementation, quantize=None, dtype=None):
-    """The operator of a form, of its operands in order: a list of y's numbers, and of the total where it has one."""
-    form = FORMS[name]
-    operator = form.in_order(getattr(jln, form.name), form.names, implementation=implementation, quantize=quantize)
-
-    def f(*operands):
-        y, *total = operator(*operands) if form.adds else (operator(*operands),)
-        return [y if quantize is None else y.dequantized(dtype or y.carrier.dtype), *total]
-
-    return f
-
-
-def operands(name, shape, dtype):
-    arrays = [a.of(sizes(shape, -1, ()), dtype, "float32") for a in FORMS[name].arguments]
-    return [workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(arrays)]
-
-
-def pulled(f, given, dy):
-    return jax.jit(lambda given, dy: jax.vjp(f, *given)[1](dy))(given, dy)
-
-
-# One tile of rows, ragged ones; chunks, whose statistics grow on the way.
-@pytest.mark.parametrize("shape", [(5, 64), (37, 96), (2, 20000)], ids=str)
-@pytest.mark.parametrize("kind", QUANTIZE)
-@pytest.mark.parametrize("name", NORMS)
-def test_every_gradient_is_that_of_the_norm(name, kind, shape, implementation):
-    """Bit for bit: the same kernel makes it of the same x, statistics and cotangents, that of the total too."""
-    given = operands(name, shape, "bfloat16")
-    plain = function(name, implementation)
-    dy = workbench.cotangents(jax.eval_shape(plain, *given))
-    got = pulled(function(name, implementation, QUANTIZE[kind]), given, dy)
-    chex.assert_trees_all_equal(got, pulled(plain, given, dy))
 
 
 def test_the_carrier_is_in_the_dtype_of_y():
@@ -93,8 +57,7 @@ def by_hand(kind, implementation):
     def f(x, w, k):
         z = jln.rms_norm(x, w, implementation=implementation)
         q = jln.rms_norm(x, w, quantize=QUANTIZE[kind], implementation=implementation)
-        numbers = jax.lax.stop_gradient(q).dequantized()
-        return (z + jax.lax.stop_gradient(numbers - z)) @ k
+        return (z + jax.lax.stop_gradient(q.dequantized() - z)) @ k
 
     return f
 
@@ -103,44 +66,36 @@ def loss(f):
     return lambda *a: jnp.sum(jnp.sin(f(*a)))
 
 
-def scanned(f):
-    def g(x, w, k):
-        _, y = jax.lax.scan(lambda carry, x: (carry, f(x, w[0], k)), None, x)
-        return y
+def gradients(f):
+    return jax.value_and_grad(loss(f), (0, 1, 2))
 
-    return g
+
+def scanned(f):
+    return lambda x, w, k: jax.lax.scan(lambda carry, x: (carry, f(x, w[0], k)), None, x)[1]
+
+
+def in_the_middle(f):
+    """Of examples that are behind rows, which XLA takes, inside of the derivative."""
+    return lambda x, w, k: jax.vmap(f, (1, None, None))(x, w[0], k)
 
 
 AROUND = {
-    "as it is": lambda f: lambda x, w, k: f(x, w[0], k),
-    "a jitted norm": lambda f: lambda x, w, k: jax.jit(f)(x, w[0], k),
-    "vmap": lambda f: lambda x, w, k: jax.vmap(f, (0, None, None))(x, w[0], k),
-    "vmap of scales": lambda f: jax.vmap(f, (0, 0, None)),
-    "vmap of kernels": lambda f: lambda x, w, k: jax.vmap(f, (None, None, 1))(x, w[0], k.reshape(H, 2, 4)),
-    "scan": scanned,
-    "checkpoint": lambda f: lambda x, w, k: jax.checkpoint(f)(x, w[0], k),
-    "checkpoint in a scan": lambda f: scanned(jax.checkpoint(f)),
-    "cond": lambda f: lambda x, w, k: jax.lax.cond(k[0, 0] < 9, f, lambda x, w, k: f(x, w, -k), x, w[0], k),
+    "vmap": lambda f: gradients(lambda x, w, k: jax.vmap(f, (0, None, None))(x, w[0], k)),
+    "vmap of scales": lambda f: gradients(jax.vmap(f, (0, 0, None))),
+    "vmap of kernels": lambda f: gradients(lambda x, w, k: jax.vmap(f, (None, None, 1))(x, w[0], k.reshape(H, 2, 4))),
+    "vmap of gradients": lambda f: jax.vmap(gradients(f), (0, 0, None)),
+    "checkpoint in a scan": lambda f: gradients(scanned(jax.checkpoint(f))),
+    "cond": lambda f: gradients(lambda x, w, k: jax.lax.cond(k[0, 0] < 9, f, lambda x, w, k: f(x, w, -k), x, w[0], k)),
 }
+CASES = [(around, implementation) for around in AROUND for implementation in ("xla", "triton")]
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(("around", "implementation"), [*CASES, ("examples behind rows", "xla")])
 @pytest.mark.parametrize("kind", QUANTIZE)
 def test_transformations(kind, around, implementation):
-    f, g = (loss(AROUND[around](of(kind, implementation))) for of in (layer, by_hand))
-    got, true = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(X, W, K) for f in (f, g))
+    transform = AROUND.get(around, lambda f: gradients(in_the_middle(f)))
+    got, true = (jax.jit(transform(of(kind, implementation)))(X, W, K) for of in (layer, by_hand))
     chex.assert_trees_all_close(got, true, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", QUANTIZE)
-def test_gradients_of_examples(kind, implementation):
-    """Examples may be in the middle by XLA, inside of the derivative, too."""
-    f, g = (jax.vmap(jax.grad(loss(of(kind, implementation)), (0, 1, 2)), (0, 0, None)) for of in (layer, by_hand))
-    chex.assert_trees_all_close(f(X, W, K), g(X, W, K), rtol=1e-5, atol=1e-5)
-    if implementation == "xla":
-        losses = (jax.vmap(loss(of(kind, "xla")), (1, None, None)) for of in (layer, by_hand))
-        f, g = (jax.grad(lambda *a, of=of: jnp.sum(of(*a)), (0, 1, 2)) for of in losses)
-        chex.assert_trees_all_close(f(X, W[0], K), g(X, W[0], K), rtol=1e-5, atol=1e-5)
 
 
 def requests(function, *operands):
@@ -221,6 +176,6 @@ def test_results_of_control_flow(left, kind):
         y = jln.rms_norm(x)
         return y + jax.lax.stop_gradient(quantised(x).dequantized() - y)
 
-    got = jax.grad(lambda x: jnp.sum(jnp.sin(LEFT[left](quantised)(x).dequantized())))(X)
-    true = jax.grad(lambda x: jnp.sum(jnp.sin(LEFT[left](rounded)(x))))(X)
+    losses = (lambda x: LEFT[left](quantised)(x).dequantized(), LEFT[left](rounded))
+    got, true = jax.jit(lambda x: [jax.grad(loss(f))(x) for f in losses])(X)
     np.testing.assert_allclose(got, true, rtol=1e-5, atol=1e-6)
