@@ -24,9 +24,7 @@ if not HAS_GPU:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from combinations import pytest_collection_modifyitems  # noqa: E402, F401
-from lost_gpu import pytest_runtest_makereport  # noqa: E402, F401
-
+pytest_plugins = ["combinations", "lost_gpu", "memory"]
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -1,10 +1,14 @@
-"""Tests of the choice of which combinations of parameters run by default."""
+"""Tests of the plugins beside this file: combinations of parameters, broken GPU contexts, memory."""
 
 import itertools
+import pathlib
+
+import pytest
 
 from combinations import covering, kind
 
 pytest_plugins = ["pytester"]
+PLUGIN = f"import sys\nsys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\npytest_plugins = [{{!r}}]\n".format
 
 VALUES = {"name": ("a", "b", "c", "d"), "dtype": ("x", "y", "z"), "jitted": ("0", "1"), "device": ("0", "1")}
 ALL = [dict(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values())]
@@ -64,3 +68,56 @@ def test_the_others_run_when_asked_for(pytester):
     run("-m", "not combination").assert_outcomes(passed=4, deselected=4)
     run().assert_outcomes(passed=8)
     run("-m", "not combination", "test_it.py::test_one[1-1-1]").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("said", ["CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access", "INTERNAL: not of a GPU"])
+def test_the_process_of_a_broken_context_ends(pytester, said):
+    """One test is told to have crashed, the others of its process pass in the next; another error ends no process."""
+    pytester.makeconftest(PLUGIN("lost_gpu"))
+    pytester.makepyfile(
+        f"""
+        import os
+        import pytest
+
+        @pytest.mark.parametrize("i", range(6))
+        def test(i):
+            if i == 2:
+                raise RuntimeError({said!r})
+            with open("processes", "a") as file:
+                file.write(f"{{os.getpid()}} ")
+        """
+    )
+    ran = pytester.runpytest_subprocess("-n1", "-p", "no:cacheprovider")
+    ran.assert_outcomes(failed=1, passed=5)
+    processes = set((pytester.path / "processes").read_text().split())
+    if "CUDA" in said:
+        ran.stdout.fnmatch_lines(["*crashed while running*test*2*"])
+        assert len(processes) == 2 and f"RuntimeError: {said}" in ran.stderr.str() + ran.stdout.str()
+    else:
+        assert len(processes) == 1
+
+
+@pytest.mark.parametrize(("most", "status"), [(100_000, 0), (100, 1)])
+def test_the_memory_of_each_process_is_printed_and_bounded(pytester, most, status):
+    """A process that holds more than enough has forgotten its programs when the next test begins."""
+    pytester.makeconftest(PLUGIN("memory"))
+    pytester.makepyfile(
+        """
+        import jax
+        import memory
+        import numpy
+
+        memory.ENOUGH = 100
+        f = jax.jit(lambda x: x + 1)
+
+        def test_first():
+            assert f(numpy.ones(100, "int32")).shape and f._cache_size() == 1
+
+        def test_second():
+            assert f._cache_size() == 0
+        """
+    )
+    ran = pytester.runpytest_subprocess("-n1", "-p", "no:cacheprovider", f"--most-memory={most}")
+    ran.assert_outcomes(passed=2)
+    ran.stdout.re_match_lines([r"The most memory held: gw0 \d+ MB, together \d+ MB"])
+    assert ran.ret == status

@@ -1,0 +1,59 @@
+"""A pytest plugin that bounds what a process of the tests holds, and prints the most that each held.
+
+JAX keeps each program that it compiled: the tests would hold many GB. On systems without /proc it does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pathlib
+import re
+
+import jax
+import pytest
+
+ENOUGH = 1150  # MB at which a process forgets its programs; what it imports takes 600 of them
+STATUS = pathlib.Path("/proc/self/status")
+held = {}  # by process, the most MB
+
+
+def megabytes(field: str) -> int:
+    """What the kernel says of this process: `VmRSS` is held now, `VmHWM` was the most."""
+    found = re.search(rf"{field}:\s+(\d+) kB", STATUS.read_text()) if STATUS.exists() else None
+    return int(found[1]) // 1000 if found else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    if megabytes("VmRSS") > ENOUGH:
+        jax.clear_caches()
+        gc.collect()
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's, which else keeps what was freed
+            trim(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--most-memory", type=int, metavar="MB", help="fail if the processes held more than that together")
+
+
+def pytest_testnodedown(node) -> None:
+    held[node.gateway.id] = getattr(node, "workeroutput", {}).get("megabytes", 0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if hasattr(config, "workeroutput"):  # a process of pytest-xdist
+        config.workeroutput["megabytes"] = megabytes("VmHWM")
+        return
+    if not held:
+        held["the process"] = megabytes("VmHWM")
+    most = config.getoption("--most-memory")
+    if most and sum(held.values()) > most and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    parts = ", ".join(f"{name} {most} MB" for name, most in sorted(held.items()))
+    terminalreporter.write_line(f"The most memory held: {parts}, together {sum(held.values())} MB")
