@@ -28,29 +28,47 @@ def folder(monkeypatch, tmp_path):
     return tmp_path / "some" / "folder"
 
 
-def test_what_was_stored_is_loaded(folder):
+def fails(number):
+    def call(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_what_was_stored_is_loaded_and_nobody_elses_business(folder):
     assert cache.load(KEY) is None and not folder.exists()  # nothing is made by asking
-    cache.store(KEY, ENTRY)
+    before = os.umask(0)
+    try:
+        cache.store(KEY, ENTRY)
+    finally:
+        os.umask(before)
     assert cache.load(KEY) == ENTRY and cache.load(OTHER_KEY) is None
-    assert [path.parent for path in cache.entries()] == [folder] and len(list(folder.iterdir())) == 1
+    assert cache.entries() == [folder / f"{KEY}.jln"] == list(folder.iterdir())
     assert len(list(folder.parent.iterdir())) == 1
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())] == [0o700, 0o600]
 
 
-def test_folder_is_named_or_in_the_users_cache(monkeypatch):
-    monkeypatch.setenv(cache.VARIABLE, "~/kernels")
-    assert cache.folder() == pathlib.Path.home() / "kernels"
-    monkeypatch.delenv(cache.VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache.folder() == pathlib.Path("/xdg/jln")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache.folder() is None
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.folder() == pathlib.Path.home() / ".cache" / "jln"
+# The variable, XDG_CACHE_HOME, and where the folder is then.
+PLACES = {
+    "named": ("~/kernels", None, pathlib.Path.home() / "kernels"),
+    "the user's": (None, None, pathlib.Path.home() / ".cache" / "jln"),
+    "another of the user's": (None, "/xdg", pathlib.Path("/xdg/jln")),
+    "relative": (None, "relative", None),
+    "off": ("", "/xdg", None),
+}
 
 
-@pytest.mark.parametrize("named", [None, "~/kernels", "~nobody-of-this-name/kernels"])
-def test_user_without_a_home_keeps_none(named, monkeypatch, tmp_path):
-    """A user whom the system does not know, as in a container, has no home, and none is made in the current folder."""
+@pytest.mark.parametrize("case", PLACES)
+def test_folder_is_named_or_in_the_users_cache(case, monkeypatch):
+    *given, folder = PLACES[case]
+    for name, value in zip((cache.VARIABLE, "XDG_CACHE_HOME"), given, strict=True):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    assert cache.folder() == folder
+
+
+@pytest.mark.parametrize("named", [None, "~/kernels", "~nobody-of-this-name/kernels", ""])
+def test_where_there_is_no_folder_nothing_is_kept(named, monkeypatch, tmp_path):
+    """It is switched off, or the system does not know the user, as in a container: none is in the current folder."""
 
     def unknown(user):
         raise KeyError(user)
@@ -62,51 +80,37 @@ def test_user_without_a_home_keeps_none(named, monkeypatch, tmp_path):
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.chdir(tmp_path)
     cache.store(KEY, ENTRY)
-    assert cache.folder() is None and cache.load(KEY) is None and list(tmp_path.iterdir()) == []
-
-
-def test_set_to_nothing_it_is_off(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(cache.VARIABLE, "")
-    cache.store(KEY, ENTRY)
     assert cache.folder() is None and cache.load(KEY) is None and cache.entries() == []
     assert list(tmp_path.iterdir()) == []
 
 
+def written(content):
+    return lambda path: path.write_bytes(zlib.compress(content.encode()))
+
+
 NO_ENTRIES = {
-    "another key's": [OTHER_KEY, ENTRY],
-    "no key's": ENTRY,
-    "a number": 1,
-    "too deep": "[" * 100_000,
+    "another key's": written(json.dumps([OTHER_KEY, ENTRY])),  # renamed, or linked, by whom the folder lets
+    "no key's": written(json.dumps(ENTRY)),
+    "a number": written("1"),
+    "too deep": written("[" * 100_000),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "of other bytes": lambda path: path.write_bytes(path.read_bytes()[:40] + b"?" + path.read_bytes()[41:]),
 }
 
 
-@pytest.mark.parametrize("content", NO_ENTRIES.values(), ids=NO_ENTRIES)
-def test_what_is_no_entry_of_the_key_is_as_none(content, folder):
-    cache.store(KEY, ENTRY)  # which is renamed, or linked, by whom the folder lets
-    text = content if isinstance(content, str) else json.dumps(content)
-    (folder / f"{KEY}.jln").write_bytes(zlib.compress(text.encode()))
-    assert cache.load(KEY) is None
-
-
-DAMAGES = (lambda b: b"", lambda b: b[:-1], lambda b: b[:9], lambda b: b[:40] + b"?" + b[41:])
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_entry_is_as_none_and_written_again(damage, folder):
+@pytest.mark.parametrize("case", NO_ENTRIES)
+def test_what_is_no_entry_of_the_key_is_as_none(case, folder):
     cache.store(KEY, ENTRY)
-    (path,) = cache.entries()
-    path.write_bytes(damage(path.read_bytes()))
+    NO_ENTRIES[case](folder / f"{KEY}.jln")
     assert cache.load(KEY) is None
     cache.store(KEY, ENTRY)
     assert cache.load(KEY) == ENTRY
 
 
 def test_a_pipe_is_not_waited_for(folder):
-    cache.store(KEY, ENTRY)
-    (path,) = cache.entries()
-    path.unlink()
-    os.mkfifo(path)
+    folder.mkdir(0o700, parents=True)
+    os.mkfifo(folder / f"{KEY}.jln")
     assert cache.load(KEY) is None
 
 
@@ -121,7 +125,7 @@ def test_folder_may_be_a_link(folder, tmp_path):
     assert cache.load(KEY) == ENTRY and len(list((tmp_path / "large").iterdir())) == 1
 
 
-@pytest.mark.parametrize("where", ["file", "file/folder", "/dev/null/folder", "/proc/folder"])
+@pytest.mark.parametrize("where", ["file", "file/folder", "/proc/folder"])
 def test_folder_that_cannot_be_written_is_no_error(where, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / where))
@@ -132,39 +136,26 @@ def test_folder_that_cannot_be_written_is_no_error(where, monkeypatch, tmp_path)
 def test_folder_that_can_only_be_read_is_read(folder, monkeypatch):
     """A read-only file system is simulated, as root may run the test and may write everywhere else."""
     cache.store(KEY, ENTRY)
-    open_ = os.open
-
-    def read_only(path, flags, *args, **options):
-        if flags & os.O_CREAT:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return open_(path, flags, *args, **options)
-
-    def no_times(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(os, "open", read_only)
-    monkeypatch.setattr(os, "utime", no_times)
+    open_, refuse = os.open, fails(errno.EROFS)
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *a, **k: (refuse if flags & os.O_CREAT else open_)(path, flags, *a, **k)
+    )
+    monkeypatch.setattr(os, "utime", refuse)
     cache.store(OTHER_KEY, ENTRY)
     assert cache.load(KEY) == ENTRY and cache.load(OTHER_KEY) is None
 
 
 @pytest.mark.parametrize("call", ["replace", "write"])
 def test_full_disk_leaves_nothing_behind(call, folder, monkeypatch):
-    folder.mkdir(0o700, parents=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if call == "replace":
-
-        def full(*_, **__):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "replace", full)
-        cache.store(KEY, ENTRY)
+        monkeypatch.setattr(os, "replace", fails(errno.ENOSPC))
     else:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # bytes of a file
-        try:
-            cache.store(KEY, ENTRY)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        cache.store(KEY, ENTRY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(folder.iterdir()) == []
 
 
@@ -195,25 +186,18 @@ def test_of_many_entries_the_latest_stay(folder, monkeypatch):
 
 
 def test_what_a_killed_process_leaves_is_removed_in_its_turn(folder, monkeypatch):
+    """What cannot be removed, here a folder, keeps no entry out."""
     monkeypatch.setattr(cache, "LIMIT", 3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_, **__: None)  # the process ends here
         cache.store(OTHER_KEY, ENTRY)
     (left,) = folder.iterdir()
-    os.utime(left, (0, 0))
+    (folder / "folder.jln").mkdir()
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
     for key in "cdef":
         cache.store(key * 64, ENTRY)
     assert not left.exists() and cache.load("f" * 64) == ENTRY
-
-
-def test_what_cannot_be_removed_keeps_no_entry_out(folder, monkeypatch):
-    monkeypatch.setattr(cache, "LIMIT", 3)
-    (folder / "folder.jln").mkdir(parents=True)
-    folder.chmod(0o700)
-    os.utime(folder / "folder.jln", (0, 0))
-    for key in "cdef":
-        cache.store(key * 64, ENTRY)
-    assert cache.load("f" * 64) == ENTRY
 
 
 SOMEBODY = 54321  # the number of a user that nobody here is
@@ -232,15 +216,6 @@ def belongs(monkeypatch):
     return lambda path, user: owners.update({path.stat().st_ino: user})
 
 
-def test_nobody_else_may_do_anything_with_what_is_made(folder):
-    before = os.umask(0)
-    try:
-        cache.store(KEY, ENTRY)
-    finally:
-        os.umask(before)
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / f"{KEY}.jln")] == [0o700, 0o600]
-
-
 def test_root_makes_no_folder_in_a_users_home(monkeypatch, tmp_path):
     """Keep out of a HOME that sudo has left the user's."""
     if os.geteuid() == 0:
@@ -249,14 +224,6 @@ def test_root_makes_no_folder_in_a_users_home(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / ".cache" / "jln"))
     cache.store(KEY, ENTRY)
     assert list(tmp_path.iterdir()) == [] and cache.load(KEY) is None
-
-
-def test_entry_of_another_user_is_not_taken_but_replaced(folder, belongs):
-    cache.store(KEY, ENTRY)
-    belongs(folder / f"{KEY}.jln", SOMEBODY)
-    assert cache.load(KEY) is None
-    cache.store(KEY, ENTRY)
-    assert cache.load(KEY) == ENTRY
 
 
 @pytest.mark.parametrize("rights", [0o620, 0o602])
@@ -268,18 +235,20 @@ def test_entry_that_others_may_write_is_not_taken_but_replaced(rights, folder):
     assert cache.load(KEY) == ENTRY
 
 
-def test_entry_of_root_is_taken(folder, belongs, monkeypatch):
-    cache.store(KEY, ENTRY)
-    belongs(folder / f"{KEY}.jln", 0)
-    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
-    assert cache.load(KEY) == ENTRY
-
-
-def test_several_users_share_a_folder(folder, belongs):
-    """Each takes the entries that are its own, and leaves the others in their places."""
+def test_entry_of_another_user_is_not_taken_but_replaced(folder, belongs):
+    """In a folder of all, each takes the entries that are its own."""
     folder.mkdir(parents=True)
     folder.chmod(0o1777)
     cache.store(KEY, ENTRY)
     cache.store(OTHER_KEY, ENTRY)
     belongs(folder / f"{OTHER_KEY}.jln", SOMEBODY)
     assert cache.load(KEY) == ENTRY and cache.load(OTHER_KEY) is None
+    cache.store(OTHER_KEY, ENTRY)
+    assert cache.load(OTHER_KEY) == ENTRY
+
+
+def test_entry_of_root_is_taken(folder, belongs, monkeypatch):
+    cache.store(KEY, ENTRY)
+    belongs(folder / f"{KEY}.jln", 0)
+    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+    assert cache.load(KEY) == ENTRY
