@@ -282,9 +282,9 @@ def behind_rows(implementation: str | None) -> str:
     """The implementation for examples that a vmap has put behind rows: XLA reads them where they are."""
     if implementation == "triton":
         raise ValueError(
-            "implementation='triton' takes the examples of this vmap in front of the rows, else x would be copied: "
-            "write jnp.moveaxis and in_axes=0, or parameters [N, H] of heads next to H without a vmap; or leave the "
-            "argument out, and XLA reads x where it is"
+            "implementation='triton' takes the examples of this vmap in front of the rows, else x or a cotangent "
+            "would be copied: write jnp.moveaxis and in_axes=0, or parameters [N, H] of heads next to H without a "
+            "vmap; or leave the argument out, and XLA reads it where it is"
         )
     return "xla"
 
