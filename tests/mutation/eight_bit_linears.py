@@ -14,9 +14,8 @@ RECIPE = tuple(
         "layer_norm_linear-blocks of e5m2-whole blocks",
     )
 )
-ROW = (f"{TESTS}test_layouts_for_cudnn[xla-a row without others]",)
+ROW = (f"{TESTS}test_layouts_for_cudnn[a row without others]",)
 VMAP = tuple(f"{TESTS}test_vmap_is_a_loop[xla-{how}]" for how in ("given scale", "current scale"))
-CUDNN = (f"{TESTS}test_examples_of_a_product_by_cudnn",)
 DELAYED = (f"{TESTS}test_delayed_scaling",)
 
 EIGHT_BIT_LINEARS = [
@@ -40,7 +39,7 @@ EIGHT_BIT_LINEARS = [
            'z_dtype = "float32" if norm.remat else None', 'z_dtype = "float32"',
            (f"{TESTS}test_xla_makes_z_again_where_it_quantises_it",)),
     Mutant("z in 16 bits in front of eight", t.XLA_LINEAR, 'z_dtype = "float32" if norm.remat else None',
-           "z_dtype = z_dtype if norm.remat else None", (f"{TESTS}test_remat_rounds_the_norm_once",)),
+           "z_dtype = z_dtype if norm.remat else None", (f"{TESTS}test_xla_makes_z_again_where_it_quantises_it",)),
     Mutant("z of rows that are not centred", t.XLA_LINEAR,
            "operands.offset, operands.mean, operands.rstd\n            z =",
            "operands.offset, None, operands.rstd\n            z =", RECIPE),
@@ -60,5 +59,5 @@ EIGHT_BIT_LINEARS = [
            "amax = outcome.y_max if operands.y_scale is not None else None", "amax = None", DELAYED),
     Mutant("one scale for all examples of Linears", t.VMAPS, 'junction.eight_bits == "one" or ', "", VMAP),
     Mutant("a product in eight bits that what stands in for JAX's sees", PRODUCTS, "lax.dot(", "lax.dot_general(",
-           ("tests/modules/test_qwix.py::test_no_product_of_an_operator_is_seen[value-one scale]",)),
+           ("tests/modules/test_qwix.py::test_no_product_of_an_operator_is_seen[gradients-one scale]",)),
 ]  # fmt: skip

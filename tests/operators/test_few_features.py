@@ -8,116 +8,134 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_junction import results_and_gradients
+from jax.lax import DotAlgorithmPreset as Preset
+from jax.lax import Precision
 
 import jln
 import workbench
 from jln._junction.arrays import Arrays, Junction, Norm, Switches
-from jln._junction.linears.tiles import backward_plan, few_features
+from jln._junction.launches import column_sums
+from jln._junction.linears import tiles
 from jln._triton import target
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.launch import INTERPRETED
 from jln._triton.tile import ceil_div
-from junctions import made
+from matrix import loss_by_name
 from workbench import LINEAR_OPERATORS
 
 NORM = Norm(-1, workbench.EPSILON, Switches(subtract_mean=True))
+H200 = CHIPS["h200"]
 
 
-def arguments(m, h, n, dtype):
-    """Return (x, scale, offset, kernel, bias) for x of [m, h] and n features."""
-    return workbench.arguments(LINEAR_OPERATORS["layer_norm_linear"], (m, h), dtype, features=(n,))
-
-
-@pytest.mark.parametrize(
-    ("precision", "fused"),
-    [
-        (None, True),
-        (jax.lax.Precision.HIGHEST, True),
-        (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, True),
-        (jax.lax.DotAlgorithmPreset.BF16_BF16_BF16, False),
-        (jax.lax.DotAlgorithmPreset.F16_F16_F32, False),
-        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, False),
-    ],
-)
-def test_precision(precision, fused):
-    """Algorithms of a product that the fused kernels do not have are left to XLA, to run or to refuse."""
-    assert few("bfloat16", precision) == fused
+def few(dtype, precision=None, n=16, implementation=None, norm=NORM, several=1, **more):
+    """Return whether the operator leaves it to the launchers to fuse n features. more: what else there is."""
+    operator = LINEAR_OPERATORS["add_layer_norm_linear"]
+    given = dict(zip(operator.kind.names, workbench.arguments(operator, (16, 64), dtype, features=(n,)), strict=True))
+    given |= {name: (given[name],) * several for name in ("kernel", "bias")}
+    given |= {name: given[of] for name, of in more.items()}
+    junction = Junction(norm, implementation=implementation, precision=precision, features=(1,) * several)
+    return tiles.few_features(Arrays(**given), junction)
 
 
 @pytest.mark.parametrize(
-    ("precision", "fused"),
+    ("dtype", "precision", "fused"),
     [
-        (None, True),
-        ((jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT), True),
-        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, True),
-        ((jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST), False),
-        (jax.lax.DotAlgorithmPreset.F32_F32_F32, False),
+        ("bfloat16", Precision.HIGHEST, True),
+        ("bfloat16", Preset.BF16_BF16_F32, True),
+        ("bfloat16", Preset.BF16_BF16_BF16, False),
+        ("bfloat16", Preset.F16_F16_F32, False),
+        ("bfloat16", Preset.TF32_TF32_F32, False),
+        ("float32", (Precision.DEFAULT, Precision.DEFAULT), True),
+        ("float32", Preset.TF32_TF32_F32, True),
+        ("float32", (Precision.HIGHEST, Precision.HIGHEST), False),
+        ("float32", Preset.F32_F32_F32, False),
     ],
 )
-def test_precision_of_float32(precision, fused):
-    """Float32 products that need more than TF32 are left to XLA, as on a GPU the fused kernels multiply in TF32."""
-    assert few("float32", precision) == fused
-
-
-def few(dtype, precision, n=16, implementation=None):
-    """Return whether the operator leaves it to the launchers to fuse n features."""
-    x, scale, offset, kernel, bias = arguments(16, 64, n, dtype)
-    operands = Arrays(x, scale=scale, offset=offset, kernel=(kernel,), bias=(bias,))
-    junction = Junction(NORM, implementation=implementation, precision=precision, features=(1,))
-    return few_features(operands, junction)
+def test_precision(dtype, precision, fused):
+    """What the fused kernels do not have is left to XLA, as float32 that needs more than a GPU's TF32."""
+    assert few(dtype, precision) == fused
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 256), ("float16", 256), ("float32", 128), ("float64", 0)])
 def test_few_features(dtype, most):
     """The limit of features depends on the product's dtype. With "xla" nothing is fused."""
     for n in (16, 128, 129, 256, 257):
-        assert few(dtype, None, n) == few(dtype, None, n, "triton") == (n <= most)
-    assert not few(dtype, None, implementation="xla")
+        assert few(dtype, n=n) == few(dtype, n=n, implementation="triton") == (n <= most)
+    assert not few(dtype, implementation="xla")
+
+
+LEFT = {
+    "bias of x": {"x_bias": "scale"},
+    "gate": {"gate": "scale"},
+    "z": {"z": "x"},
+    "parameters of examples": {"norm": dataclasses.replace(NORM, examples=1)},
+    "remat": {"norm": dataclasses.replace(NORM, remat=True)},
+    "second Linear": {"several": 2},
+}
+
+
+@pytest.mark.parametrize("beside", LEFT)
+def test_forms_that_are_left_to_a_norm_and_products(beside):
+    assert not few("bfloat16", **LEFT[beside])
+
+
+def test_programs_fill_the_chip():
+    """Most SMs are busy in the backward pass, be there few columns or many, and at few rows in the row sums, too."""
+    for rows, h, n, share in [(8192, h, 64, 0.7) for h in (768, 1024, 4096)] + [
+        (rows, h, 256, 0.9) for h in (768, 1024, 4096, 5120, 8192, 12288) for rows in (2048, 8192)
+    ]:
+        plan = tiles.backward_plan(rows, h, n, "bfloat16", H200)
+        found = [plan.splits * ceil_div(h, plan.backward.columns)]
+        found += [plan.row_programs * plan.parts] * (n == 256)
+        for programs in found:
+            assert programs >= share * H200.cores * ceil_div(programs, H200.cores), (rows, h)
 
 
 @pytest.mark.parametrize(
-    "beside",
+    ("rows", "h", "n", "fused"),
     [
-        {"x_bias": "scale"},
-        {"gate": "scale"},
-        {"z": "x"},
-        {"norm": dataclasses.replace(NORM, examples=1)},
-        {"norm": dataclasses.replace(NORM, remat=True)},
-        {"kernel": 2},
+        (8192, 4096, 256, True),
+        (64, 4096, 256, False),
+        (2048, 4096, 256, False),
+        (8512, 4096, 256, False),  # a tile more than 132 SMs take at a time
+        (1, 768, 64, True),
     ],
-    ids=lambda beside: ", ".join(beside),
 )
-def test_forms_that_are_left_to_a_norm_and_products(beside):
-    """One kernel takes a sum, and no gate, bias of x, parameters of examples, second Linear, nor what is made again."""
-    x, scale, offset, kernel, bias = arguments(16, 64, 16, "bfloat16")
-    operands = Arrays(x, residual=x, scale=scale, offset=offset, kernel=(kernel,), bias=(bias,))
-    assert few_features(operands, Junction(NORM, features=(1,)))
-    norm = beside.get("norm", NORM)
-    if "kernel" in beside:
-        operands = operands._replace(kernel=(kernel, kernel), bias=(bias, bias))
-    more = {name: getattr(operands, of) for name, of in beside.items() if isinstance(of, str)}
-    assert not few_features(operands._replace(**more), Junction(norm, features=(1,) * len(operands.kernel)))
+def test_the_forward_is_fused_where_its_walk_pays(rows, h, n, fused):
+    assert (tiles.forward_tile(rows, h, n, "bfloat16", H200) is not None) == fused
+
+
+# The tiles of fewer rows that sm_80 and sm_89 take, in several trips each. Of 40 cores several programs have shares of
+# a tile's columns, and more than are added up at a time: of G and dbias, and composed of dscale and doffset. Of three
+# each has several tiles of rows.
+@pytest.mark.parametrize(
+    ("capability", "cores", "name", "m", "h", "n", "dtype"),
+    [
+        (80, 3, "layer_norm_linear", 100, 60, 16, "bfloat16"),
+        (80, 3, "layer_norm_linear", 40, 72, 256, "bfloat16"),
+        (90, 40, "layer_norm_linear", 3000, 64, 256, "bfloat16"),
+        (90, 40, "layer_norm_linear", 90, 1023, 130, "float32"),
+        (90, 40, "add_layer_norm_linear", 400, 72, 20, "float32"),
+        (90, 3, "add_layer_norm_linear", 400, 72, 20, "float32"),
+    ],
+)
+def test_several_programs(capability, cores, name, m, h, n, dtype):
+    operator = LINEAR_OPERATORS[name]
+    with target.using(target.Interpreter(Chip(INTERPRETED.name, capability, cores))):
+        workbench.check(operator, workbench.arguments(operator, (m, h), dtype, features=(n,)), "triton")
 
 
 # Two tiles of rows, the second ragged; two chunks of columns, the second ragged.
-ROWS, H = (3, 30), 72
+def given_arrays(name):
+    return workbench.named(name, (3, 30, 72), "float32", features=(2, 10))
 
 
-def given_arrays(name, dtype="float32", rows=ROWS):
-    """Return the operator's arrays, of 20 features, by name."""
-    given, _ = made(name, gate="no gate", varies="shared", shape=(*rows, H), dtype=dtype)
-    given.pop("x_bias", None)
-    kernel, bias = given["kernel"][..., :10], given["bias"][..., :10]
-    return given | {"kernel": kernel / np.sqrt(H).astype(dtype), "bias": bias}
-
-
-def launched(function, *arrays):
-    """Return the results of a function of arrays, and which of the kernels that normalise and multiply it launches."""
+def launched(function, given):
+    """Return the results of a function of arrays, and by kernels' names the results of those that multiply, too."""
     with target.recording() as launches:
-        jax.jit(lambda *a: function(*a)).lower(*arrays)
-    kernels = {run.kernel.fn.__name__ for run in launches if "kernels.with_linear" in run.kernel.fn.__module__}
-    return jax.jit(lambda *a: function(*a))(*arrays), kernels
+        jax.jit(lambda a: function(a)).lower(given)
+    kernels = {run.kernel.fn.__name__: {*run.results} for run in launches if "with_linear" in run.kernel.fn.__module__}
+    return jax.jit(lambda a: function(a))(given), kernels
 
 
 def assert_close(got, true):
@@ -130,57 +148,27 @@ def wide(tree):
     return jax.tree.map(lambda a: a.astype("float64"), tree)
 
 
-def all_at_once(module, name, given, **options):
-    """Return the results, and all gradients under random cotangents, of one program."""
-    function = functools.partial(getattr(module, name), **options)
-    cotangent = workbench.cotangents(jax.eval_shape(lambda a: function(**a), given))
-    results, pullback = jax.vjp(lambda a: function(**a), given)
-    return results, pullback(cotangent)[0]
-
-
-NAMES = ["layer_norm_linear", "rms_norm_linear", "add_layer_norm_linear", "add_rms_norm_linear"]
-
-
 @pytest.mark.parametrize("absent", [(), ("scale",), ("offset", "bias")], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["layer_norm_linear", "rms_norm_linear", "add_layer_norm_linear", "add_rms_norm_linear"]
+)
 def test_values_and_every_gradient(name, absent):
-    """Values and gradients are those of the reference in float64, by the kernels that normalise and multiply."""
-    given = {n: None if n in absent else a for n, a in given_arrays(name).items()}
-    got, kernels = launched(lambda a: all_at_once(jln, name, a, implementation="triton"), given)
-    assert kernels == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
-    assert_close(got, jax.jit(lambda a: all_at_once(jln.reference, name, a))(wide(given)))
+    """Values, gradients together and each alone are the reference's, by the kernels that normalise and multiply."""
+    given = {n: a for n, a in given_arrays(name).items() if n not in absent}
+    absent = {n: None for n in absent if n in ("scale", "offset")}
+
+    def all_at_once(module, a, **options):
+        function = functools.partial(getattr(module, name), **absent, **options)
+        alone = {n: jax.grad(lambda v: loss_by_name(function)(a | {n: v}))(a[n]) for n in a}  # noqa: B023
+        results, pullback = jax.vjp(lambda a: function(**a), a)
+        return results, pullback(workbench.cotangents(results))[0], alone
+
+    got, kernels = launched(lambda a: all_at_once(jln, a, implementation="triton"), given)
+    assert kernels.keys() == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
+    assert_close(got, jax.jit(lambda a: all_at_once(jln.reference, a))(wide(given)))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_gradient_alone(name):
-    """Each gradient that is wanted alone is that of the reference."""
-    ours = functools.partial(getattr(jln, name), implementation="triton")
-    functions = (ours, getattr(jln.reference, name))
-    got, true = (jax.jit(lambda a, f=f: results_and_gradients(f, a)[2]) for f in functions)
-    given = given_arrays(name)
-    assert_close(got(given), true(wide(given)))
-
-
-# Of 40 cores several programs have shares of a tile's columns; of three each has several tiles of rows.
-@pytest.mark.parametrize("cores", [3, 40])
-def test_several_programs(cores):
-    """Sums over rows are added up where several programs have shares of them."""
-    given, name = given_arrays("add_layer_norm_linear", rows=(2, 200)), "add_layer_norm_linear"
-    with target.using(target.Interpreter(Chip(INTERPRETED.name, 90, cores))):
-        got = jax.jit(lambda a: all_at_once(jln, name, a, implementation="triton"))(given)
-    assert_close(got, jax.jit(lambda a: all_at_once(jln.reference, name, a))(wide(given)))
-
-
-def test_programs_are_as_many_as_cores():
-    """An H200's SMs are busy in the backward pass, be there few columns or many."""
-    chip = CHIPS["h200"]
-    for h in (768, 1024, 4096):
-        plan = backward_plan(8192, h, 64, "bfloat16", chip)
-        programs = plan.splits * ceil_div(h, plan.backward.columns)
-        assert programs >= 0.7 * chip.cores * ceil_div(programs, chip.cores), h
-
-
-@pytest.mark.parametrize("mapped", ["x", "x and scale", "scale", "all"])
+@pytest.mark.parametrize("mapped", ["x", "x and scale", "kernel", "all"])
 def test_vmap(mapped):
     """Rows of examples that share the parameters are those of the kernel; other examples are right, too."""
     given = given_arrays("layer_norm_linear")
@@ -198,7 +186,21 @@ def test_vmap(mapped):
     def ours(a):
         return jln.layer_norm_linear(**a, implementation="triton")
 
-    _, kernels = launched(jax.vmap(ours, axes), stacked)
-    assert kernels == ({"forward_kernel"} if mapped == "x" else set())
+    _, kernels = launched(jax.vmap(ours, axes), stacked)  # without statistics, which only a derivative needs
+    assert kernels == ({"forward_kernel": {"r.y"}} if mapped == "x" else {})
     got = jax.jit(lambda a: run(ours, a))(stacked)
     assert_close(got, jax.jit(lambda a: run(lambda a: jln.reference.layer_norm_linear(**a), a))(wide(stacked)))
+
+
+@pytest.mark.parametrize("rows", [4096, 6144, 2049], ids=["two groups", "three", "not divisible"])
+def test_column_sums_of_many_rows(rows):
+    """Sums over many rows of integers are exact, although bfloat16 could not count so far.
+
+    Integers give the same sum in every order.
+    """
+    a = jnp.asarray(np.random.default_rng(0).integers(-3, 5, (2, rows, 5)), "bfloat16")
+    sequences = a[:, : rows // 4 * 4].reshape(2, 4, -1, 5)
+    sums, of_sequences = jax.jit(lambda *given: [column_sums(v, "float32", 1) for v in given])(a, sequences)
+    np.testing.assert_array_equal(sums, np.asarray(a, "float64").sum(1))
+    np.testing.assert_array_equal(of_sequences, np.asarray(sequences, "float64").sum((1, 2)))
+    np.testing.assert_array_equal(column_sums(a[0, 0], "float32"), a[0, 0].astype("float32"))  # a row without others
