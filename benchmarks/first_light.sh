@@ -116,7 +116,7 @@ export -f flags check bench tests; export root python state cpu
 norms=(${NORMS:-layer-norm-4096}) few=(llama-4096 add-layer-norm-4096) linears=(linear-4096-12288 linear-4096-256)
 more=(layer-norm-1024 layer-norm-32768 norms-both-sides-4096 gated-4096 x-bias-4096 decode-1)
 kernels=(tests/operators/test_operators.py tests/operators/test_accuracy.py tests/operators/test_rounded_sum.py tests/operators/test_linear_accuracy.py)
-transforms=(tests/transformations/test_transforms.py tests/operators/test_linears.py tests/operators/test_several_linears.py tests/transformations/test_frozen.py tests/transformations/test_matrix.py)
+transforms=(tests/transformations/test_transforms.py tests/operators/test_several_linears.py tests/transformations/test_frozen.py tests/transformations/test_matrix.py)
 step=() peers=${PEERS:-jln,jnp,cudnn,flax,torch}
 if [[ -n $cpu ]]; then
     norms=(decode-1) few=(decode-4) linears=(decode-1-qkv) more=(decode-16) step=(--layers 2 --tokens 16 --width 64) peers=jln,jnp

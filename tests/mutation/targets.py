@@ -69,19 +69,19 @@ EXPLAIN = "jln/_explain.py"
 ACCURACY = "tests/operators/test_accuracy.py::"
 OPERATORS = "tests/operators/test_operators.py::"
 TRANSFORMED = "tests/transformations/test_transforms.py::"
-FUSED = "tests/operators/test_layer_norm_linear_kernels.py::"
 LINEARS = "tests/operators/test_linear_accuracy.py::"
 SEVERAL = "tests/operators/test_several_linears.py::"
 ABUSE = "tests/operators/test_abuse.py::"
+MATRIX = "tests/transformations/test_matrix.py::"
 FROZEN = "tests/transformations/test_frozen.py::"
-ALONE = "tests/operators/test_results_alone.py::"
+RESULT_DTYPE = "tests/operators/test_result_dtype.py::"
 ARRAY_TABLE = "tests/operators/test_arrays.py::"
 SHARDING = "tests/devices/test_sharding.py::"
 SHARDED_DTYPES = "tests/devices/test_sharded_dtypes.py::"
-EXPLICIT = "tests/devices/test_axes_left_explicit.py::"
+EXPLICIT = "tests/devices/test_shard_map.py::"
 SEQUENCE = "tests/devices/test_sequence_parallelism.py::"
 JUNCTION = "tests/operators/test_junction.py::"
-GATED = "tests/operators/test_gated.py::"
+JUNCTION_COSTS = "tests/operators/test_junction_costs.py::"
 JUNCTION_MESH = "tests/devices/test_junction_mesh.py::"
 EXECUTED = "tests/executed/"
 PROGRAM = "tests/program/"
@@ -98,26 +98,24 @@ GROUPS = (
 )
 # Several tiles of rows a program, all ragged, and of features; several chunks of H; as many features as there may be.
 FUSED_KERNELS = (
-    f"{FUSED}test_fused[300-60-7-float16]",
-    f"{FUSED}test_fused[64-128-64-float16]",
+    f"{LINEARS}test_sizes[triton-300-60-7-float16]",
+    f"{LINEARS}test_sizes[triton-64-128-64-float16]",
     f"{LINEARS}test_sizes[triton-333-100-256-bfloat16]",
 )
-FUSED_SUM = (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-fused]",)
+FUSED_SUM = (f"{LINEARS}test_behind_a_sum[bfloat16-bfloat16-fused]",)
 # In float32, as in float64 norm and products are apart.
 IN_ONE_ON_A_MESH = (f"{SHARDING}test_several_linears[features0-float32-both alike-Auto]",)
-COMPOSED = (f"{FUSED}test_composed[33-100-300-float16]",)
+COMPOSED = (f"{LINEARS}test_sizes[triton-33-100-300-float16]",)
 XLA = (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-float32]",)
-XLA_LINEARS = (f"{LINEARS}test_sizes[xla-16-100-128-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")
+XLA_LINEARS = (f"{LINEARS}test_sizes[xla-64-128-64-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")
 # Compiled kernels, executed: ragged rows; a row of one element; several dtypes; several tiles; a fused pair.
 RAGGED = (
-    f"{EXECUTED}test_norms.py::test_options[layer_norm-19x100-bfloat16-small-a100-zero_centered_scale=True-epsilon=0.5]",
+    f"{EXECUTED}test_norms.py::test_norms[layer_norm-19x100-bfloat16-small-a100-zero_centered_scale=True-epsilon=0.5]",
 )
-ONE_ROW = (f"{EXECUTED}test_norms.py::test_sizes[layer_norm-1x1-float32-h200]",)
+ONE_ROW = (f"{EXECUTED}test_norms.py::test_norms[layer_norm-1x1-float32-h200]",)
 TWO_DTYPES = (
-    f"{EXECUTED}test_norms.py::test_mixed_dtypes[add_layer_norm-37x1024-bfloat16-small-h200-parameters=float32-"
+    f"{EXECUTED}test_norms.py::test_norms[add_layer_norm-37x1024-bfloat16-small-h200-parameters=float32-"
     "residual=float32]",
 )
-SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)
-EXECUTED_FUSED = (
-    f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=(64,)]",
-)
+SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_norms[add_layer_norm-29x1000-float32-small-l4]",)
+EXECUTED_FUSED = (f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=64]",)

@@ -1,8 +1,10 @@
-"""Tests of Linears behind a norm against float64: sizes, strategies, and data that a norm alone does not mind."""
+"""Linears behind a norm against float64, by each strategy, in the interpreter and by XLA; and what they keep."""
 
 import functools
 import itertools
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,38 +16,36 @@ from jln._triton.target import target_chip
 from workbench import LINEAR_OPERATORS, check
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# 1, 7: narrower than any tile of a product. 16: its narrowest tile. 64, 128, 256: the fused kernels' tiles. 1000:
-# ragged, and more than they take.
-FEATURES = (1, 7, 16, 64, 128, 256, 1000)
-# 8: less than a tile. 100, 768: ragged for tiles of a power of two. 4096: many tiles.
-WIDTHS = (8, 100, 768, 1024, 4096)
-# 333: several tiles of rows, the last one ragged.
-ROWS = (1, 16, 333)
-OPTIONAL = ("scale", "offset", "bias")
+LINEAR = LINEAR_OPERATORS["layer_norm_linear"]
+BOTH = pytest.mark.parametrize("n", [16, 300], ids=["fused", "composed"])
 
-# Every number of features, every width, every number of rows, and the corners where tiles are ragged twice.
+# Rows, H and features: every tile of features of the fused kernels, their most features, and more.
 SIZES = (
-    *((16, 100, n) for n in FEATURES),
-    *((16, h, 64) for h in WIDTHS if h != 100),
-    (1, 8, 1),
-    (1, 768, 1000),
-    (1, 4096, 128),
-    (333, 8, 7),
+    (300, 60, 7),  # five tiles of rows over three programs, so that one's loop is shorter, all ragged
     (333, 100, 256),
-    (333, 768, 16),
+    (64, 128, 64),  # whole tiles
+    (65, 104, 128),  # a ragged tile of rows, and two chunks, one of them ragged
+    (16, 300, 16),  # more chunks than SMs, where two programs share the row sums
+    (1, 8, 1),
+    (33, 100, 300),
+    (9, 64, 130),  # features that are not aligned
+    (333, 8, 7),
+    (16, 256, 257),  # aligned rows, and a feature more than are fused
+    (3, 4099, 40),  # of four programs each reads whole rows, which none may have written over
+    (9, 100, 72),  # rows that are not aligned
+    (1, 4096, 128),
+    (16, 768, 1000),
 )
 
 
-def without(operator, operands, absent):
-    return tuple(None if n in absent else a for n, a in zip(operator.kind.names, operands, strict=True))
+def arguments(m, h, n, dtype, operator=LINEAR, **options):
+    return workbench.arguments(operator, (m, h), dtype, features=(n,), **options)
 
 
 # A size has two of the four dtypes, and the next size the other two, as every case compiles two programs.
-# `test_every_size` has the full product.
 @pytest.mark.parametrize(("m", "h", "n", "dtype"), [(*s, d) for i, s in enumerate(SIZES) for d in DTYPES[i % 2 :: 2]])
 def test_sizes(m, h, n, dtype, implementation):
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    check(operator, workbench.arguments(operator, (m, h), dtype, features=(n,)), implementation)
+    check(LINEAR, arguments(m, h, n, dtype), implementation)
 
 
 def every_size():
@@ -54,9 +54,10 @@ def every_size():
     Each of the four dtypes of a size lacks another argument, or none. A quarter of the cases, each size in one dtype,
     has "quarter" in its name, as CI has no time for all.
     """
-    for i, size in enumerate(itertools.product(ROWS, WIDTHS, FEATURES)):
+    sizes = itertools.product((1, 16, 333), (8, 100, 768, 1024, 4096), (1, 7, 16, 64, 128, 256, 1000))
+    for i, size in enumerate(sizes):
         for j, dtype in enumerate(DTYPES):
-            absent = (*OPTIONAL, None)[(i // 4 + j) % 4]
+            absent = ("scale", "offset", "bias", None)[(i // 4 + j) % 4]
             name = "-".join(map(str, (*size, dtype)))
             yield pytest.param(*size, dtype, absent, id=f"quarter-{name}" if i % 4 == j else name)
 
@@ -64,23 +65,81 @@ def every_size():
 @pytest.mark.heavy
 @pytest.mark.parametrize(("m", "h", "n", "dtype", "absent"), list(every_size()))
 def test_every_size(m, h, n, dtype, absent, implementation):
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.arguments(operator, (m, h), dtype, features=(n,))
-    check(operator, without(operator, operands, (absent,)), implementation)
+    operands = zip(LINEAR.kind.names, arguments(m, h, n, dtype), strict=True)
+    check(LINEAR, [None if name == absent else a for name, a in operands], implementation)
+
+
+@pytest.mark.parametrize(
+    ("x", "norm", "linear"),
+    [
+        ("bfloat16", "float32", "float32"),
+        ("float32", "float32", "bfloat16"),
+        ("float16", "float32", "bfloat16"),
+        ("bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_dtypes_of_the_operands(x, norm, linear):
+    given, *of_norm, kernel, bias = arguments(130, 136, 72, "float32")
+    operands = (given.astype(x), *(a.astype(norm) for a in of_norm), kernel.astype(linear), bias.astype(linear))
+    check(LINEAR, operands, "triton")
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["layer_norm_linear", "rms_norm_linear"])
+def test_a_zero_centred_scale(name, n):
+    operands = arguments(70, 60, n, "bfloat16", LINEAR_OPERATORS[name], mean=1.0)
+    check(LINEAR_OPERATORS[name], operands, "triton", zero_centered_scale=True)
+
+
+@BOTH
+@pytest.mark.parametrize(("x", "residual"), [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_behind_a_sum(x, residual, n):
+    """The rounded sum is what a norm behind a sum normalises and returns, and its own cotangent is added."""
+    operator = LINEAR_OPERATORS["add_layer_norm_linear"]
+    given, added, *parameters = arguments(70, 100, n, x, operator)
+    added = (added + 300).astype(residual)  # in 16 bits a sum's rounding is of x's size
+    check(operator, (given, added, *parameters), "triton")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scaled", ["no scale", "zero-centred scale"])
+def test_extreme_rows(scaled, dtype):
+    """Every result that is finite in plain jnp is finite for rows whose rstd is large or 0.
+
+    Nothing may become 0 * inf: not in the columns past the last one, and not on the way.
+    """
+    x, scale, offset, kernel, bias = arguments(70, 100, 16, dtype)
+    rows = [x[5] * 0 + 80] if dtype == "float16" else [x[5] * 0 + 1e36, x[5] * 1e30]  # constant; of infinite variance
+    x = x.at[5 : 5 + len(rows)].set(jnp.stack(rows).astype(dtype))
+    operands = (x, None if scaled == "no scale" else scale, offset, kernel, bias)
+    options = {"zero_centered_scale": scaled != "no scale"}
+    got, plain = (
+        workbench.value_and_gradients(LINEAR, functools.partial(LINEAR, **options, **by), operands)
+        for by in ({"implementation": "triton"}, {"module": jln.reference})
+    )
+    for name, a in got.items():
+        assert np.isfinite(a[np.isfinite(plain[name])]).all(), name
+
+
+@BOTH
+def test_a_nan_stays_in_its_row(n):
+    x, *parameters = arguments(70, 60, n, "bfloat16")
+    ours = functools.partial(LINEAR, implementation="triton")
+    got = workbench.value_and_gradients(LINEAR, ours, (x.at[66, 5].set(jnp.nan), *parameters))
+    for name in ("y", "dx"):
+        rows = np.isnan(got[name].astype("float32")).any(-1)
+        np.testing.assert_array_equal(np.flatnonzero(rows), [66])
 
 
 # Rows that fit in a tile, aligned, ragged and several of them, with all that a sum can have; that are too wide for one,
 # whose total the forward kernel makes again; norms on both sides; and few features, which one kernel multiplies.
 AGAIN = [
-    ("layer_norm_linear", (150, 127), 300, "float32"),
-    ("rms_norm_linear", (33, 1024), 300, "bfloat16"),
     ("rms_norm_linear", (3, 1), 300, "float64"),
     ("add_rms_norm_linear", (37, 256), 300, "bfloat16"),
-    ("add_layer_norm_linear", (150, 100), 300, "float16"),
     ("add_layer_norm_linear, x_bias and gate", (33, 1000), 300, "bfloat16"),
     ("add_rms_norm_linear, x_bias and gate", (2, 20000), 300, "float32"),
     ("rms_norm_add_rms_norm_linear", (17, 100), 300, "float32"),
-    ("add_layer_norm_linear", (33, 100), 16, "bfloat16"),
+    ("add_layer_norm_linear", (33, 100), 16, "float16"),
 ]
 
 
@@ -88,89 +147,48 @@ AGAIN = [
 def test_what_the_backward_pass_makes_again(name, shape, n, dtype, implementation):
     """All is as accurate with remat, and gradients in float32 are those of the sum that is kept, which is rounded."""
     operator, parameters = (LINEAR_OPERATORS | workbench.FORMS)[name], "float64" if dtype == "float64" else "float32"
-    operands = workbench.arguments(operator, shape, dtype, features=(n,), parameter_dtype=parameters, mean=2.0)
-    check(operator, operands, implementation, ours_alone={"remat": True})
-    kept, again = (
-        workbench.value_and_gradients(
-            operator, functools.partial(operator, implementation=implementation, remat=remat), operands
-        )
-        for remat in (False, True)
+    operands = arguments(*shape, n, dtype, operator, parameter_dtype=parameters, mean=2.0)
+    epsilon = {"epsilon": workbench.EPSILON}
+    dy = workbench.cotangents(jax.eval_shape(operator, *operands))
+    plain, kept, again = (
+        workbench.value_and_gradients(operator, functools.partial(operator, **epsilon, **how), operands, dy)
+        for how in ({"module": jln.reference}, *({"implementation": implementation, "remat": r} for r in (False, True)))
     )
+    workbench.assert_accurate(again, plain, workbench.truth(operator, operands, dy, total=again.get("total")))
     for result, a in kept.items():
         if a.dtype == np.float32:
             np.testing.assert_allclose(again[result], a, rtol=0, atol=1e-5 * np.max(np.abs(a)), err_msg=result)
 
 
-def with_large_bias(x, scale, offset, kernel, bias, dy):
-    """Return operands with a large bias, for which c2 made from a rounded y would have lost its digits."""
-    return (x, scale, offset, kernel, bias + 1000), dy
+NASTY = {
+    "a large bias, for which c2 made from a rounded y would lose its digits": {"bias": lambda b: b + 1000},
+    "a large offset": {"offset": lambda o: o + 10},
+    # As real transformers have. For these dscale made as sum_n kernel*G would lose its digits.
+    "an outlier channel": {"x": lambda x: x.at[:, 3].add(1000)},
+    "a mean of which E[x^2] - E[x]^2 leaves nothing": {"x": lambda x: x + 1000},
+    # Of the first columns, which the fused forward takes first.
+    "first columns that do not tell the mean": {"x": lambda x: x.at[:, :64].add(1000)},
+    "first columns that do not tell the spread": {"x": lambda x: x.at[:, :64].set(0)},
+    "a small cotangent": {"dy": lambda dy: dy * 1e-6},
+}
 
 
-def with_large_offset(x, scale, offset, kernel, bias, dy):
-    return (x, scale, offset + 10, kernel, bias), dy
-
-
-def with_an_outlier_channel(x, scale, offset, kernel, bias, dy):
-    """Return operands with one large column of x, as real transformers have.
-
-    For these dscale made as sum_n kernel*G would have lost its digits.
-    """
-    return (x.at[:, 3].add(1000), scale, offset, kernel, bias), dy
-
-
-def with_a_large_mean(x, scale, offset, kernel, bias, dy):
-    """Return operands with a mean of x of which E[x^2] - E[x]^2 would leave nothing of the variance."""
-    return (x + 100, scale, offset, kernel, bias), dy
-
-
-def with_a_larger_mean(x, scale, offset, kernel, bias, dy):
-    return (x + 1000, scale, offset, kernel, bias), dy
-
-
-def with_first_columns_large(x, scale, offset, kernel, bias, dy):
-    """Return operands whose first columns, which the fused forward takes first, tell nothing of the mean."""
-    return (x.at[:, :64].add(1000), scale, offset, kernel, bias), dy
-
-
-def with_first_columns_equal(x, scale, offset, kernel, bias, dy):
-    """Return operands whose first columns, which the fused forward takes first, tell nothing of the spread."""
-    return (x.at[:, :64].set(0), scale, offset, kernel, bias), dy
-
-
-def with_a_small_cotangent(x, scale, offset, kernel, bias, dy):
-    return (x, scale, offset, kernel, bias), dy * 1e-6
-
-
-NASTY = (
-    with_large_bias,
-    with_large_offset,
-    with_an_outlier_channel,
-    with_a_large_mean,
-    with_a_larger_mean,
-    with_first_columns_large,
-    with_first_columns_equal,
-    with_a_small_cotangent,
-)
-# One size of each strategy.
-FUSED, COMPOSED = (130, 300, 16), (16, 768, 1000)
-
-
-# Only the fused forward treats a row's first columns apart. By default a case runs in two of three dtypes, and the next
-# case in another two.
+# By default each has two of three dtypes, and only the fused forward treats a row's first columns apart.
 @pytest.mark.parametrize(
-    ("data", "m", "h", "n", "dtype"),
+    ("data", "n", "dtype"),
     [
-        pytest.param(data, *size, dtype, marks=() if kept else pytest.mark.heavy)
-        for i, (size, data) in enumerate(itertools.product((FUSED, COMPOSED), NASTY))
-        for j, dtype in enumerate(DTYPES[:3])
-        for kept in [(i + j) % 3 and not (size == COMPOSED and "first" in data.__name__)]
+        pytest.param(
+            data, n, dtype, marks=() if (i + j) % 3 and (n == 16 or "first" not in data) else pytest.mark.heavy
+        )
+        for (i, data), n, (j, dtype) in itertools.product(enumerate(NASTY), (16, 1000), enumerate(DTYPES[:3]))
     ],
 )
-def test_nasty_data(data, m, h, n, dtype, implementation):
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.arguments(operator, (m, h), dtype, features=(n,))
-    operands, dy = data(*operands, workbench.normal(5, (m, n), dtype))
-    check(operator, [a.astype(dtype) for a in operands], implementation, cotangent=dy.astype(dtype))
+def test_nasty_data(data, n, dtype, implementation):
+    given = dict(zip(LINEAR.kind.names, arguments(130 if n == 16 else 16, 300, n, dtype), strict=True))
+    given["dy"] = workbench.normal(5, (len(given["x"]), n), dtype)
+    given |= {name: change(given[name]).astype(dtype) for name, change in NASTY[data].items()}
+    dy = given.pop("dy")
+    check(LINEAR, [*given.values()], implementation, cotangent=dy)
 
 
 # 64 features are fused. bfloat16 by XLA is left out, as XLA's product gives dz in bfloat16, as autodiff does.
@@ -184,13 +202,11 @@ def test_a_wider_scale_keeps_its_gradients_digits(dtype, implementation):
     """
     if dtype == "bfloat16" and (chip := target_chip()) and (why := missing_fence(chip)):
         pytest.skip(why)  # composed, and XLA's product gives dz in bfloat16
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    x, scale, offset, kernel, bias = workbench.arguments(operator, (37, 100), dtype, features=(64,))
-    operands = (x, scale.astype("float32"), offset, kernel, bias)
-    dy = workbench.normal(5, (37, 64), dtype)
-    ours = functools.partial(operator, implementation=implementation, epsilon=workbench.EPSILON)
-    got = workbench.value_and_gradients(operator, ours, operands, dy)["dscale"]
-    values, roundings = workbench.truth(operator, operands, dy)
+    x, scale, *rest = arguments(37, 100, 64, dtype)
+    operands, dy = (x, scale.astype("float32"), *rest), workbench.normal(5, (37, 64), dtype)
+    ours = functools.partial(LINEAR, implementation=implementation, epsilon=workbench.EPSILON)
+    got = workbench.value_and_gradients(LINEAR, ours, operands, dy)["dscale"]
+    values, roundings = workbench.truth(LINEAR, operands, dy)
     assert got.dtype == "float32"
     # The roundings are standard deviations of a hundred independent errors.
     assert np.max(np.abs(got - values["dscale"]) / roundings["dscale"]) < 4
@@ -203,13 +219,12 @@ def test_dz_does_not_underflow(n, implementation):
     dz of 1e-7 has a bit or two in float16; dx, 100 times as large for a spread of 0.01, has eight. Plain jnp rounds dz,
     so the rule of `workbench.check` does not see it.
     """
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    x, scale, offset, kernel, bias = workbench.arguments(operator, (16, 768), "float16", features=(n,))
+    x, scale, offset, kernel, bias = arguments(16, 768, n, "float16")
     operands = (x * 0.01, scale, offset, (kernel / np.sqrt(n)).astype("float16"), bias)
     dy = (workbench.normal(5, (16, n), "float64") * 1e-6).astype("float16")
-    ours = functools.partial(operator, implementation=implementation, epsilon=workbench.EPSILON)
-    got = workbench.value_and_gradients(operator, ours, operands, dy)
-    values, _ = workbench.truth(operator, operands, dy)
+    ours = functools.partial(LINEAR, implementation=implementation, epsilon=workbench.EPSILON)
+    got = workbench.value_and_gradients(LINEAR, ours, operands, dy)
+    values, _ = workbench.truth(LINEAR, operands, dy)
     error = got["dx"].astype("float64") - values["dx"]
     assert np.linalg.norm(error) <= 2**-6 * np.linalg.norm(values["dx"])
 
@@ -222,20 +237,87 @@ def test_dz_does_not_underflow(n, implementation):
         ("bfloat16", "float32", 1 + 2**-7, -120.75),  # the product is 120.9375, which rounds to 121
     ],
 )
-@pytest.mark.parametrize("n", [16, 300])  # one of each strategy
+@BOTH
 def test_bias_is_added_before_the_rounding(n, dtype, bias_dtype, offset, bias, implementation):
     """The bias is added before the result is rounded, which shows where it cancels most of the product.
 
     Every term of the product is exactly the offset.
     """
     h = 120
-    zeros = jnp.zeros(h, dtype)
-    operands = (
-        workbench.normal(0, (3, h), dtype),
-        zeros,
-        zeros + jnp.asarray(offset, dtype),
-        jnp.ones((h, n), dtype),
-        jnp.full(n, bias, bias_dtype),
-    )
-    y = jln.layer_norm_linear(*operands, implementation=implementation)
+    x, zeros = workbench.normal(0, (3, h), dtype), jnp.zeros(h, dtype)
+    of_linear = (jnp.ones((h, n), dtype), jnp.full(n, bias, bias_dtype))
+    y = jln.layer_norm_linear(x, zeros, zeros + jnp.asarray(offset, dtype), *of_linear, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(y, "float64"), h * offset + bias)
+
+
+# First x of one axis, without rows' axes; then three axes of rows and three of features.
+@pytest.mark.parametrize(("rows", "features"), [((), (6,)), ((2, 1, 3), (2, 3, 2))], ids=str)
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_axes_of_rows_and_of_features(name, rows, features, implementation):
+    operands = workbench.named(name, (*rows, 9), "float64", features=features)
+
+    def of(module, **options):
+        def loss(a):
+            return sum(jnp.sum(jnp.sin(r)) for r in jax.tree.leaves(getattr(module, name)(**a, **options)))
+
+        return jax.jit(jax.value_and_grad(loss))(operands)
+
+    chex.assert_trees_all_close(of(jln, implementation=implementation), of(jln.reference), rtol=1e-11, atol=1e-11)
+
+
+def test_no_operand_is_written_out_over_a_batch():
+    """A vmap over x alone is one product of a longer x, without a copy of the kernel for every example."""
+    x, *parameters = workbench.arguments(LINEAR, (64, 8, 32), "float32", features=(16,))
+    function = jax.vmap(lambda x: jln.layer_norm_linear(x, *parameters, implementation="xla"))
+    text = jax.jit(function).lower(x).as_text()
+    assert text.count("dot_general") == 1 and "64x32x16" not in text
+
+
+@pytest.mark.parametrize("features", [(24,), (2, 12)])
+def test_only_x_is_kept_of_its_size(features, implementation):
+    """No array of x's size is kept between forward and backward but x itself: no z, no y, and no copy of x.
+
+    Beside it there are the kernel itself, the norm's parameters in x's rank, mean and rstd. The bias is not kept.
+    """
+    operands = workbench.arguments(LINEAR, (64, 32), "bfloat16", features=features, parameter_dtype="float32")
+
+    def held(*operands):
+        return jax.tree.leaves(jax.vjp(lambda *a: LINEAR(*a, implementation=implementation), *operands)[1])
+
+    jaxpr = jax.make_jaxpr(held)(*operands).jaxpr
+    kept = [a for a in jaxpr.outvars if a.aval.size]
+    x, *_, kernel, _ = jaxpr.invars
+    made = [(a.aval.dtype.name, a.aval.shape) for a in kept if a not in (x, kernel)]
+    assert {x, kernel} <= {*kept}
+    assert sorted(made) == [("float32", (1, 32))] * 2 + [("float32", (64, 1))] * 2
+
+
+@pytest.mark.parametrize("precision", ["highest", ("high", "default"), jax.lax.Precision.HIGH, "BF16_BF16_F32", None])
+def test_precision_is_that_of_every_product(precision):
+    """The precision is that of the forward's product and of the backward's two, and there is no other product."""
+    operands = arguments(4, 9, 6, "float32")
+
+    def asked(f, **options):
+        def step(*operands):
+            y, pullback = jax.vjp(lambda *a: f(*a, precision=precision, **options), *operands)
+            return pullback(y)
+
+        text = jax.jit(step).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        return sorted(line.split(", precision")[-1].split(" :")[0] for line in text.splitlines() if "dot_gen" in line)
+
+    ours = asked(jln.layer_norm_linear, implementation="xla")
+    assert len(ours) == 3 and ours == asked(jln.reference.layer_norm_linear)
+
+
+def test_precision_may_be_the_default_of_the_moment():
+    with jax.default_matmul_precision("highest"):
+        text = str(jax.make_jaxpr(jln.layer_norm_linear)(*arguments(4, 9, 6, "float32")))
+    assert "HIGHEST" in text
+
+
+def test_precision_is_understood_once(monkeypatch):
+    """A second eager call with a precision traces nothing to learn what the precision means."""
+    x, kernel = jnp.ones((3, 4)), jnp.ones((4, 5))
+    jln.layer_norm_linear(x, None, None, kernel, precision="highest")
+    monkeypatch.setattr(jax, "make_jaxpr", None)
+    jln.layer_norm_linear(x, None, None, kernel, precision="highest")
