@@ -74,11 +74,6 @@ def gradients_of_a_product(kept, dy):
 by_current_scales.defvjp(lambda z, w: (by_current_scales(z, w), (z, w)), gradients_of_a_product)
 
 
-def read(values):
-    """Numbers of eight bits, as a program would read them that JAX does not differentiate."""
-    return values.astype(jnp.float32)
-
-
 # [2, 16, H]: rows of two axes, 32 in all, as JAX's product of blocks wants them. W, V: of products behind.
 X, R, S, B = arrays(2, 16, H), arrays(2, 16, H, size=0.5), arrays(H), arrays(H, size=0.3)
 W, V = arrays(H, FEATURES, size=0.1), arrays(H, FEATURES, size=0.2)
@@ -90,6 +85,3 @@ PRODUCTS = {
     "Flax, rounded": (by_flax_with_roundings, SCALES),
     "current scales": (by_current_scales, ()),
 }
-# Float32 throughout, so that the operator's numbers are the program's but for their last bits, and a number that lies
-# between two of eight bits is rare: in these arrays there is none.
-ROUNDING = 1e-5

@@ -27,11 +27,6 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-def case(finds: str, function: Callable[..., Any], *args: Any, **options: Any) -> Case:
-    """Return a case, of which `finds` lists the operators by their names."""
-    return Case(function, args, dict(collections.Counter(finds.split())), options)
-
-
 def normal(*shape: int, dtype: Any = None, size: float = 1.0) -> np.ndarray:
     """Return normal numbers around 0.2, so that a mean that is not subtracted is seen; the same for equal shapes."""
     drawn = np.random.default_rng([len(shape), *shape]).normal(0.2, 1.0, shape)
@@ -89,7 +84,7 @@ def rounding_of(case: Case) -> float:
     What was rounded more often than the operator rounds differs by that; what is computed in float64 of float32 by the
     rounding of its gradient alone.
     """
-    dtypes = {np.dtype(a.dtype).name for a in case.args}
+    dtypes = {np.dtype(a.dtype).name for a in jax.tree.leaves(case.args)}
     is_wider = any(a.dtype == np.float64 for a in jax.tree.leaves(jax.eval_shape(case.function, *case.args)))
     return 1e-12 if "float64" in dtypes else 4e-2 if "bfloat16" in dtypes else 2e-7 if is_wider else 2e-6
 

@@ -9,105 +9,19 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
 from jln._fuse.bodies import CHECKPOINTS
-from proof import equations, normal, operators
-from small_model import (
-    ALL,
-    IN_A_SCAN,
-    IN_BODIES,
-    IN_ONE_BODY,
-    PARAMETERS,
-    H,
-    X,
-    apart,
-    block,
-    head,
-    mesh,
-    model,
-    norm,
-    scanned,
-)
+from plain_norms import ALL, BLOCKS, EXAMPLES, PARAMETERS, R, S, X, block, head, layer, model, scanned
+from proof import H, apart, equations, normal, operators
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
-
-
-WAYS = {}
-
-
-def way(finds):
-    """Return a decorator for a function that makes a loss of a `fuse`, in which so much is found."""
-
-    def add(function):
-        WAYS[function.__name__] = function, finds
-        return function
-
-    return add
-
-
-@way(ALL)
-def a_plain_call(fuse):
-    return fuse(model)
-
-
-@way(ALL)
-def jit_outside(fuse):
-    return jax.jit(fuse(model))
-
-
-@way(ALL)
-def jit_inside(fuse):
-    return fuse(jax.jit(model))
-
-
-@way(ALL)
-def jitted_blocks(fuse):
-    return fuse(functools.partial(model, block=jax.jit(block)))
-
-
-@way(ALL)
-def closed_over_tracers(fuse):
-    return lambda p, x: jax.jit(lambda q: fuse(lambda x: model(q, x))(x))(p)
-
-
-@way(ALL)
-def vmap_outside(fuse):
-    return lambda p, x: jnp.sum(jax.vmap(fuse(model), (None, 0))(p, x))
-
-
-@way(ALL)
-def vmap_inside(fuse):
-    return fuse(lambda p, x: jnp.sum(jax.vmap(model, (None, 0))(p, x)))
-
-
-@way({"layer_norm": 1, "add_layer_norm": 6})
-def vmap_over_parameters(fuse):
-    def loss(p, x):
-        ensemble = jax.tree.map(lambda a: jnp.stack([a, 0.9 * a]), p)
-        return jnp.sum(jax.vmap(fuse(model), (0, None))(ensemble, x))
-
-    return loss
-
-
-@way(IN_A_SCAN)
-def scan_over_layers(fuse):
-    return fuse(scanned)
-
-
-@way({"layer_norm": 1, "add_layer_norm": 2})  # in a checkpoint a norm hands on the x that a sum reads, too
-def scan_under_jit_with_a_checkpoint(fuse):
-    return jax.jit(fuse(functools.partial(scanned, block=jax.checkpoint(block))))
-
-
-@way({"layer_norm": 1, "add_layer_norm": 1})
-def fuse_as_a_scans_body(fuse):
-    return functools.partial(scanned, block=fuse(block))
-
-
+ARGUMENTS = PARAMETERS, EXAMPLES
+IN_A_SCAN = {"layer_norm_linear": 1, "add_layer_norm_linear": 1, "layer_norm": 1}  # which keeps what its norms read
 POLICIES = {
     "names": jax.checkpoint_policies.save_only_these_names("kept"),
     "no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -118,78 +32,38 @@ POLICIES = {
 }
 
 
-def _named(p, x):
-    return checkpoint_name(block(p, x), "kept")
+def mesh(*shape, axis_type=AxisType.Auto):
+    return jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=(axis_type,) * len(shape))
 
 
-for _name, _policy in POLICIES.items():
-
-    def _checkpointed(fuse, policy=_policy):
-        return fuse(functools.partial(model, block=jax.checkpoint(_named, policy=policy)))
-
-    _how = "_linear" if _name in ("dots", "no_batch") else ""
-    WAYS[f"checkpoint_{_name}"] = _checkpointed, {"layer_norm": 1, f"add_layer_norm{_how}": 6}
+def with_block(change, **options):
+    """The small model whose block is changed."""
+    return functools.partial(model, block=change(block, **options))
 
 
-@way(ALL)
-def a_checkpoint_around(fuse):
-    return jax.checkpoint(fuse(model))
+def over_parameters(function):
+    ensemble = lambda p: jax.tree.map(lambda a: jnp.stack([a, 0.9 * a]), p)  # noqa: E731
+    return lambda p, x: jnp.sum(jax.vmap(function, (0, None))(ensemble(p), x))
 
 
-@way(IN_BODIES)
-def branches(fuse):
-    chosen = lambda p, x: lax.cond(jnp.sum(x) > 0, block, lambda p, x: x * 2, p, x)  # noqa: E731
-    return fuse(functools.partial(model, block=chosen))
+def checkpointed(name):
+    named = lambda p, x: checkpoint_name(block(p, x), "kept")  # noqa: E731
+    return functools.partial(model, block=jax.checkpoint(named, policy=POLICIES[name]))
 
 
-@way({"layer_norm": 7, "add_layer_norm": 6})
-def three_branches(fuse):
-    dynamic = lambda p, x: lax.switch(jnp.argmax(x[0, 0]) % 3, [block, lambda p, x: x, block], p, x)  # noqa: E731
-    return fuse(functools.partial(model, block=dynamic))
-
-
-@way(IN_A_SCAN)
-def a_loop_of_known_length(fuse):
-    return fuse(lambda p, x: head(p, lax.fori_loop(0, 3, lambda i, x: block(p["blocks"][0], x), x)))
-
-
-@way({"layer_norm": 1})
-def bodies_with_a_derivative_of_their_own(fuse):
+def with_own_gradient(block):
     own = jax.custom_vjp(block)
     own.defvjp(lambda p, x: (block(p, x), (p, x)), lambda kept, dy: jax.vjp(block, *kept)[1](2 * dy))
-    return fuse(functools.partial(model, block=own))
+    return own
 
 
-@way({"layer_norm": 1})
-def bodies_with_a_forward_derivative_of_their_own(fuse):
+def with_own_derivative(block):
     own = jax.custom_jvp(block)
     own.defjvp(lambda a, t: jax.jvp(block, a, jax.tree.map(lambda b: 2 * b, t)))
-    return fuse(functools.partial(model, block=own))
+    return own
 
 
-@way(ALL)
-def random_numbers(fuse):
-    def dropped(p, x):
-        key = jax.random.key(3)
-        return model(p, jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / 0.8, 0))
-
-    return fuse(dropped)
-
-
-@way(ALL)
-def a_bound_method(fuse):
-    class Model:
-        def __init__(self, scale):
-            self.scale = scale
-
-        def loss(self, p, x):
-            return self.scale * model(p, x)
-
-    return fuse(Model(2.0).loss)
-
-
-@way(ALL)
-def a_decorated_method(fuse):
+def decorated_method(fuse):
     class Model:
         scale = 2.0
 
@@ -200,86 +74,116 @@ def a_decorated_method(fuse):
     return Model().loss
 
 
-@way(ALL)
-def a_callable_object(fuse):
-    class Model:
-        def __call__(self, p, x):
-            return model(p, x)
-
-    return fuse(Model())
+def three_branches(block):
+    return lambda p, x: lax.switch(jnp.argmax(x[0, 0]) % 3, [block, lambda p, x: x, block], p, x)
 
 
-@way(ALL)
-def a_partial_function(fuse):
-    return fuse(functools.partial(lambda scale, p, x: scale * model(p, x), 3.0))
+def sharded(inner, outer, **options):
+    local = inner(lambda p, x: lax.pmean(model(p, x), "data"))
+    return outer(jax.shard_map(local, mesh=mesh(4), in_specs=(P(), P("data")), out_specs=P(), **options))
 
 
-@way(ALL)
-def fused_twice(fuse):
-    return fuse(fuse(model))
-
-
-def _sharded(check_vma, outside):
-    def made(fuse):
-        on = mesh(4)
-        inner, outer = (lambda f: f, fuse) if outside else (fuse, lambda f: f)
-        local = inner(lambda p, x: lax.pmean(model(p, x), "data"))
-        specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
-        return outer(jax.shard_map(local, mesh=on, **specs))
-
-    return made
-
-
-for _check, _how in ((False, ""), (True, "_checked")):
-    WAYS[f"shard_map_outside{_how}"] = _sharded(_check, False), ALL
-    WAYS[f"shard_map_inside{_how}"] = _sharded(_check, True), ALL
-
-
-@way(ALL)
-def a_mesh_of_automatic_axes(fuse):
+def constrained(block):
     sharding = NamedSharding(mesh(2, 2), P("data", None, "model"))
-    constrained = lambda p, x: lax.with_sharding_constraint(block(p, x), sharding)  # noqa: E731
-    return jax.jit(fuse(functools.partial(model, block=constrained)))
+    return lambda p, x: lax.with_sharding_constraint(block(p, x), sharding)
+
+
+def as_it_is(function):
+    return function
+
+
+# By name a function from `fuse` to a loss, and what is found in it.
+WAYS = {
+    "jit inside": (lambda fuse: fuse(jax.jit(model)), ALL),
+    "jitted blocks": (lambda fuse: fuse(with_block(jax.jit)), ALL),
+    "tracers that it closes over": (
+        lambda fuse: lambda p, x: jax.jit(lambda q: fuse(lambda x: model(q, x))(x))(p),
+        ALL,
+    ),
+    "vmap outside": (lambda fuse: lambda p, x: jnp.sum(jax.vmap(fuse(model), (None, 0))(p, x)), ALL),
+    "vmap inside": (lambda fuse: fuse(lambda p, x: jnp.sum(jax.vmap(model, (None, 0))(p, x))), ALL),
+    "vmap over parameters": (lambda fuse: over_parameters(fuse(model)), ALL),
+    "scan": (lambda fuse: fuse(scanned), IN_A_SCAN),
+    # In a checkpoint a norm hands on the x that a sum reads, too.
+    "scan with a checkpoint": (
+        lambda fuse: jax.jit(fuse(functools.partial(scanned, block=jax.checkpoint(block)))),
+        {"layer_norm": 1, "add_layer_norm": 2},
+    ),
+    "a scan's body": (
+        lambda fuse: functools.partial(scanned, block=fuse(block)),
+        {"layer_norm": 1, "add_layer_norm": 1},
+    ),
+    **{
+        f"checkpoint_{name}": (
+            lambda fuse, name=name: fuse(checkpointed(name)),
+            {"layer_norm": 1, f"add_layer_norm{'_linear' if name == 'no_batch' else ''}": 2 * BLOCKS},
+        )
+        for name in ("names", "no_batch", "nothing", "everything", "statistics")
+    },
+    "a checkpoint around": (lambda fuse: jax.checkpoint(fuse(model)), ALL),
+    "three branches": (
+        lambda fuse: fuse(with_block(three_branches)),
+        {"layer_norm": 2 * BLOCKS + 1, "add_layer_norm": 2 * BLOCKS},
+    ),
+    "a gradient of its own": (lambda fuse: fuse(with_block(with_own_gradient)), {"layer_norm": 1}),
+    "a derivative of its own": (lambda fuse: fuse(with_block(with_own_derivative)), {"layer_norm": 1}),
+    "a decorated method": (decorated_method, ALL),
+    "fused twice": (lambda fuse: fuse(fuse(model)), ALL),
+    "shard_map outside": (lambda fuse: sharded(fuse, as_it_is), ALL),
+    "shard_map inside": (lambda fuse: sharded(as_it_is, fuse), ALL),
+    "shard_map inside, unchecked": (lambda fuse: sharded(as_it_is, fuse, check_vma=False), ALL),
+    "a mesh of automatic axes": (lambda fuse: jax.jit(fuse(with_block(constrained))), ALL),
+}
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_transformation_changes_nothing_and_loses_nothing(name):
     made, finds = WAYS[name]
-    fused, untouched = made(jln.fuse), made(lambda f: f)
-    routes = jln.explain(fused, PARAMETERS, X)
+    functions = made(as_it_is), made(jln.fuse)
+    routes = jln.explain(functions[1], *ARGUMENTS)
     found = collections.Counter(r.layer.removeprefix("jln.") for r in routes if r.path != "plain")
-    wanted = jax.jit(jax.value_and_grad(untouched, (0, 1)))(PARAMETERS, X)
-    got = jax.jit(jax.value_and_grad(fused, (0, 1)))(PARAMETERS, X)
+    wanted, got = jax.jit(lambda *args: [jax.value_and_grad(f, (0, 1))(*args) for f in functions])(*ARGUMENTS)
     assert (dict(found), apart(got, wanted) <= 1e-11) == (finds, True)
 
 
-@pytest.mark.parametrize(("policy", "again"), [("dots", 0), ("everything", 0), ("nothing", 6)])
+def test_a_mesh_of_explicit_axes():
+    on = mesh(2, 2, axis_type=AxisType.Explicit)
+    with jax.set_mesh(on):
+        x = jax.device_put(EXAMPLES, NamedSharding(on, P("data", None, None)))
+        loss = with_block(lambda block: lambda p, x: jax.sharding.reshard(block(p, x), P("data", None, None)))
+        functions = loss, jln.fuse(loss)
+        wanted, got = jax.jit(lambda *args: [jax.value_and_grad(f)(*args) for f in functions])(PARAMETERS, x)
+        assert apart(got, wanted) <= 1e-11
+        assert operators(loss, PARAMETERS, x) == ALL
+
+
+def test_the_sharding_of_a_product_stays():
+    def product(x, kernel):
+        return jnp.einsum("...h,hn->...n", layer(x), kernel, out_sharding=P(None, None, "model"))
+
+    with jax.set_mesh(mesh(2, 2, axis_type=AxisType.Explicit)):
+        arrays = jax.device_put(X, P("data", None, None)), jax.device_put(normal(H, 8), P(None, "model"))
+        types = [jax.typeof(jax.jit(f)(*arrays)) for f in (product, jln.fuse(product, linears=True))]
+    assert types[1] == types[0]
+
+
+@pytest.mark.parametrize(("policy", "again"), [("dots", 0), ("everything", 0), ("nothing", 2 * BLOCKS)])
 def test_what_a_checkpoint_makes_again_of_norms(policy, again):
     """A norm runs forward once where products alone are kept: its backward operation makes its statistics again."""
-    loss = jln.fuse(functools.partial(model, block=jax.checkpoint(block, policy=POLICIES[policy])))
-    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(PARAMETERS, X).jaxpr
+    loss = jln.fuse(with_block(jax.checkpoint, policy=POLICIES[policy]))
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(*ARGUMENTS).jaxpr
     program, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    assert sum(e.primitive.name == "jln_norm_forward" for e in equations(program)) == 7 + again
+    assert sum(e.primitive.name == "jln_norm_forward" for e in equations(program)) == 2 * BLOCKS + 1 + again
 
 
 def test_layers_that_share_a_function_are_rewritten_once_for_each_policy():
     policies = [POLICIES[name] for name in ("nothing", "dots", "nothing")]
     layers = [functools.partial(jax.checkpoint(block, policy=policy), PARAMETERS["blocks"][0]) for policy in policies]
     fused = jln.fuse(lambda x: layers[2](layers[1](layers[0](x))))
-    program = jax.make_jaxpr(fused)(X)
+    program = jax.make_jaxpr(fused)(EXAMPLES)
     checkpoints = [(e.params["policy"], id(e.params["jaxpr"])) for e in program.eqns if e.primitive.name in CHECKPOINTS]
     assert [policy for policy, _ in checkpoints] == policies and checkpoints[0] == checkpoints[2]
-    assert len(jln.explain(fused, X)) == 6
-
-
-def test_a_gradient_without_jit():
-    wanted, got = (jax.grad(f, (0, 1))(PARAMETERS, X) for f in (model, jln.fuse(model)))
-    assert apart(got, wanted) <= 1e-11
-
-
-def test_the_gradient_of_each_example():
-    wanted, got = (jax.vmap(jax.grad(f), (None, 0))(PARAMETERS, X) for f in (model, jln.fuse(model)))
-    assert apart(got, wanted) <= 1e-11
+    assert len(jln.explain(fused, EXAMPLES)) == 6
 
 
 def test_a_loop_that_ends_by_itself():
@@ -287,65 +191,78 @@ def test_a_loop_that_ends_by_itself():
         turn = lambda a: (a[0] + 1, block(p["blocks"][0], a[1]))  # noqa: E731
         return head(p, lax.while_loop(lambda a: (a[0] < 3) & (jnp.sum(a[1] ** 2) < 1e9), turn, (0, x))[1])
 
-    assert operators(loss, PARAMETERS, X) == IN_ONE_BODY
-    assert apart(jax.jit(jln.fuse(loss))(PARAMETERS, X), jax.jit(loss)(PARAMETERS, X)) <= 1e-11
+    assert operators(loss, *ARGUMENTS) == {"layer_norm": 2, "add_layer_norm": 1}
+    assert apart(jax.jit(jln.fuse(loss))(*ARGUMENTS), jax.jit(loss)(*ARGUMENTS)) <= 1e-11
 
 
-def test_a_hessian_vector_product():
-    def product(f):
-        inner = lambda x: jnp.vdot(jax.grad(f, 1)(PARAMETERS, x), jnp.cos(X))  # noqa: E731
-        return jax.jit(jax.grad(inner))(X)
+def test_derivatives_of_derivatives_and_forward_mode():
+    one_block = lambda x: head(PARAMETERS, block(PARAMETERS["blocks"][0], x))  # noqa: E731
+    x, t = EXAMPLES[:1, :2], np.cos(EXAMPLES[:1, :2])
 
-    assert apart(product(jln.fuse(model)), product(model)) <= 1e-10
+    def derivatives(reverse, forward):
+        product = jax.grad(lambda x: jnp.vdot(jax.grad(reverse)(x), t))(x)
+        each = jax.vmap(jax.grad(reverse))(EXAMPLES[:, None, :1])
+        return product, each, jax.jvp(forward, (x,), (t,)), jax.hessian(forward)(x)
 
-
-def test_forward_mode():
-    fused = jln.fuse(model, forward_mode=True)
-    tangents = jax.tree.map(np.cos, (PARAMETERS, X))
-    wanted, got = (jax.jit(lambda f=f: jax.jvp(f, (PARAMETERS, X), tangents))() for f in (model, fused))
-    assert apart(got, wanted) <= 1e-11
-    wanted, got = (jax.jit(jax.hessian(f, 1))(PARAMETERS, X[:1, :1]) for f in (model, fused))
+    fused = jln.fuse(one_block), jln.fuse(one_block, forward_mode=True)
+    wanted, got = jax.jit(lambda: [derivatives(one_block, one_block), derivatives(*fused)])()
     assert apart(got, wanted) <= 1e-10
 
 
-def test_a_mesh_of_explicit_axes():
-    on = mesh(2, 2, axis_type=AxisType.Explicit)
-    with jax.set_mesh(on):
-        x = jax.device_put(X, NamedSharding(on, P("data", None, None)))
-
-        def constrained(p, x):
-            return jax.sharding.reshard(block(p, x), P("data", None, None))
-
-        loss = functools.partial(model, block=constrained)
-        wanted, got = (jax.jit(jax.value_and_grad(f))(PARAMETERS, x) for f in (loss, jln.fuse(loss)))
-        assert apart(got, wanted) <= 1e-11
-        assert operators(loss, PARAMETERS, x) == ALL
+# Effects: they keep their order and their number.
 
 
-def test_sharded_arguments_of_a_mesh_of_automatic_axes():
-    on = mesh(2, 2)
-    x = jax.device_put(X, NamedSharding(on, P("data")))
-    p = jax.device_put(PARAMETERS, NamedSharding(on, P()))
-    wanted, got = (jax.jit(jax.value_and_grad(f))(p, x) for f in (model, jln.fuse(model)))
-    assert apart(got, wanted) <= 1e-11
-    assert got[1]["out"].sharding.is_equivalent_to(wanted[1]["out"].sharding, 2)
+def ordered(told, what, a):
+    """Return an array and the number of effects until here, this one too, which is told."""
+
+    def tell(a):
+        told.append(what)
+        return np.asarray(a) + len(told)
+
+    return io_callback(tell, jax.ShapeDtypeStruct(a.shape, a.dtype), a, ordered=True)
 
 
-def test_the_sharding_of_a_product_stays():
-    def product(x, kernel):
-        y = norm(x, 1.0, 0.0)
-        return jnp.einsum("...h,hn->...n", y, kernel, out_sharding=P(None, None, "model"))
-
-    on = mesh(2, 2, axis_type=AxisType.Explicit)
-    with jax.set_mesh(on):
-        x = jax.device_put(X, P("data", None, None))
-        kernel = jax.device_put(normal(H, 8), P(None, "model"))
-        types = [jax.typeof(jax.jit(f)(x, kernel)) for f in (product, jln.fuse(product, linears=True))]
-    assert types[1] == types[0]
+def of_blocks(told, p, x):
+    for i, of in enumerate(p["blocks"]):
+        x = x * ordered(told, f"block {i}", jnp.ones(()))
+        jax.debug.callback(lambda a: told.append(round(float(a), 6)), jnp.sum(x), ordered=True)
+        x = block(of | {"s": ordered(told, "scale", of["s"])}, x)
+        jax.debug.callback(lambda a: told.append(round(float(a), 6)), jnp.max(x), ordered=True)
+    return head(p, x)
 
 
-def test_export():
-    from jax import export
+def of_a_sum(told, x, r, s):
+    """An operator reads its scale where the sum is made, which is in front of the scale's own effect."""
+    total = r + x
+    first = ordered(told, "first", jnp.sum(total))
+    return layer(total, ordered(told, "scale", s)) * first + total
 
-    exported = export.export(jax.jit(jln.fuse(model)))(PARAMETERS, X)
-    assert apart(export.deserialize(exported.serialize()).call(PARAMETERS, X), model(PARAMETERS, X)) <= 1e-11
+
+@pytest.mark.parametrize(
+    ("loss", "args", "transform"),
+    [(of_blocks, ARGUMENTS, jax.jit), (of_a_sum, (X, R, S), jax.jit), (of_a_sum, (X, R, S), as_it_is)],
+    ids=["blocks", "a sum", "a sum eagerly"],
+)
+def test_effects_keep_their_order_and_number(loss, args, transform):
+    results = []
+    for fuse in (as_it_is, jln.fuse):
+        told = []
+        made = transform(fuse(functools.partial(loss, told)))(*args)
+        jax.effects_barrier()
+        results.append((told, made))
+    (wanted, a), (got, b) = results
+    assert got == wanted and len(got) == (2 if loss is of_a_sum else 4 * BLOCKS)
+    assert apart(b, a) <= 1e-11
+
+
+def test_references_are_read_and_written_in_order():
+    def loss(x, r, s):
+        ref = jax.new_ref(s)
+        total = r + x
+        ref[...] = ref[...] * jnp.max(total)
+        y = layer(total, ref[...])
+        ref[...] = jnp.zeros_like(s)
+        lax.fori_loop(0, 3, lambda i, _: ref.__setitem__(..., ref[...] + layer(total, s)[0, 0]), None)
+        return jnp.sum(jnp.sin(y * ref[...] + total))
+
+    assert apart(jax.jit(jln.fuse(loss))(X, R, S), jax.jit(loss)(X, R, S)) <= 1e-12

@@ -9,18 +9,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
-from plain_norms import EPS, B, C, R, S, V, W, X, Z, layer, mean, ms, over, rms
-from proof import H, case, normal, prove
+from plain_norms import EPS, S, W, X, case, layer, mean, ms, over, rms
+from proof import H, normal, prove
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
-X32, X16 = X.astype("float32"), X.astype(jnp.bfloat16)
+X32, S32, X16 = X.astype("float32"), S.astype("float32"), X.astype(jnp.bfloat16)
+OF_768 = normal(4, 768, dtype="float32")
 
 
-def keras(x, gamma, beta):
+def keras(x, s, b):
     """Keras 3: statistics by ops.moments, and one product and one sum per element."""
     m = mean(x)
-    inv = lax.rsqrt(mean(jnp.square(x)) - jnp.square(m) + 1e-3) * jnp.reshape(gamma, (1, 1, H))
-    return x * inv + (jnp.reshape(beta, (1, 1, H)) - m * inv)
+    inv = lax.rsqrt(mean(jnp.square(x)) - jnp.square(m) + 1e-3) * jnp.reshape(s, (1, 1, H))
+    return x * inv + (jnp.reshape(b, (1, 1, H)) - m * inv)
 
 
 def penzai(x, s, b):
@@ -39,88 +40,75 @@ def with_turned_scale(x, s):
     return jnp.transpose(lax.dot_general(rms(x), s, (((), ()), ((2, 1), (0, 1)))), (2, 1, 0))
 
 
+def of_nothing(a):
+    positions = jnp.arange(4.0 * H).reshape(4, H)
+    return rms(jnp.arange(1.0, H + 1)[None]) * jnp.arange(H) * a, rms(positions) + positions * a
+
+
+def cast_in_front_of_scale(x, s):
+    return s.astype(x.dtype) * rms(x.astype("float32")).astype(x.dtype)
+
+
 def cast_back_by_products(x, s, w):
     y = rms(x.astype("float32"), s)
     return y.astype(w.dtype) @ w, y.astype(w.dtype) @ (w + 1)
 
 
 NORMS = {
-    "Keras": case("layer_norm", keras, X, S, B),
-    "Penzai": case("layer_norm", penzai, X, S, B),
-    "Gemma": case("rms_norm", gemma, X, S),
+    "Keras": case("layer_norm", keras),
+    "Penzai": case("layer_norm", penzai),
+    "Gemma": case("rms_norm", gemma),
     # The scale, to which an offset of 0 is added, by a product without a sum.
-    "MaxText": case(
-        "rms_norm",
-        lambda x, s: jnp.einsum("...k,k->...k", jnp.asarray(rms(x)), (s + 0.0).astype(x.dtype)),
-        *(X, S.astype("float32")),
-    ),
+    "MaxText": case("rms_norm", lambda x, s: jnp.einsum("...k,k->...k", rms(x), (s + 0.0).astype(x.dtype)), s=S32),
     "a scale of each head": case(
-        "rms_norm", lambda x, s: jnp.einsum("bthd,hd->bthd", rms(x), s), normal(2, 3, 4, H), normal(4, H)
+        "rms_norm", lambda x, s: jnp.einsum("bthd,hd->bthd", rms(x), s), x=normal(2, 3, 4, H), s=normal(4, H)
     ),
-    "a scale whose axes are turned": case("rms_norm", with_turned_scale, normal(2, 4, H), normal(H, 4)),
-    "keras_hub's Llama": case("rms_norm", lambda x, s: over(x, mean(jnp.power(x, 2.0))) * s, X, S),
-    "a length": case("rms_norm", lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True) * H**0.5, X),
-    "axes that are not kept": case("rms_norm", lambda x: x * lax.rsqrt(jnp.mean(x * x, -1) + EPS)[:, :, None], X),
-    "rows by vmap": case("rms_norm", jax.vmap(jax.vmap(lambda row: row / jnp.sqrt(row @ row / H + EPS))), X),
-    "1 / 768 in float32": case(
-        "rms_norm", lambda x: over(x, jnp.sum(x * x, -1, keepdims=True) * (1 / 768)), normal(4, 768, dtype="float32")
-    ),
+    "a scale whose axes are turned": case("rms_norm", with_turned_scale, x=normal(2, 4, H), s=normal(H, 4)),
+    "keras_hub's Llama": case("rms_norm", lambda x, s: over(x, mean(jnp.power(x, 2.0))) * s),
+    "a length": case("rms_norm", lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True) * H**0.5),
+    "axes that are not kept": case("rms_norm", lambda x: x * lax.rsqrt(jnp.mean(x * x, -1) + EPS)[:, :, None]),
+    "rows by vmap": case("rms_norm", jax.vmap(jax.vmap(lambda x: x / jnp.sqrt(x @ x / H + EPS)))),
+    "1 / 768 in float32": case("rms_norm", lambda x: over(x, jnp.sum(x * x, -1, keepdims=True) * (1 / 768)), x=OF_768),
     "a root of 768 in float32": case(
-        "rms_norm",
-        lambda x: x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True)) * 768**0.5,
-        normal(4, 768, dtype="float32"),
+        "rms_norm", lambda x: x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True)) * 768**0.5, x=OF_768
     ),
-    "a product that is written twice": case("rms_norm", lambda x, s: over(x * s, ms(x * s)), X, S),
-    "an upcast": case("rms_norm", lambda x, s: rms(x.astype("float64"), s).astype(x.dtype), X32, S.astype("float32")),
-    "a cast in front of the scale": case(
-        "rms_norm", lambda x, s: s.astype(x.dtype) * rms(x.astype("float32")).astype(x.dtype), X16, S.astype("float32")
-    ),
-    "a cast in front of every product": case(
-        "rms_norm", cast_back_by_products, X16, S.astype("float32"), W.astype(X16.dtype)
-    ),
+    "a product that is written twice": case("rms_norm", lambda x, s: over(x * s, ms(x * s))),
+    "an upcast": case("rms_norm", lambda x, s: rms(x.astype("float64"), s).astype(x.dtype), x=X32, s=S32),
+    "a cast in front of the scale": case("rms_norm", cast_in_front_of_scale, x=X16, s=S32),
+    "a cast in front of every product": case("rms_norm", cast_back_by_products, x=X16, s=S32, w=W.astype(X16.dtype)),
     "groups": case(
-        "rms_norm", lambda x, s: rms(x.reshape(3, 4, H), s).reshape(3, 4 * H), normal(3, 4 * H), normal(4, H)
+        "rms_norm", lambda x, s: rms(x.reshape(3, 4, H), s).reshape(3, 4 * H), x=normal(3, 4 * H), s=normal(4, H)
     ),
     "adaLN": case(
-        "layer_norm",
-        lambda x, scale, shift: layer(x) * (1 + scale[:, None]) + shift[:, None],
-        *(X, normal(2, H), normal(2, H) + 0.1),
+        "layer_norm", lambda x, s, b: layer(x, 1 + s[:, None], b[:, None]), s=normal(2, H), b=normal(2, H) + 0.1
     ),
-    "one feature": case("", lambda x, w: rms(x) @ w, normal(4, 1), normal(1, 3)),
-    "two features": case("rms_norm", lambda x, w: rms(x) @ w, normal(4, 2), normal(2, 3)),
-    "no rows": case("", rms, normal(0, H)),
-    "no features": case("", rms, normal(4, 0)),
-    "a row of rank one": case("rms_norm", rms, normal(H), S),
-    "a row of rank one in front of a product": case("rms_norm", lambda x: rms(x) @ normal(3, 2), normal(3)),
-    "a row of rank two": case("layer_norm", layer, normal(1, H), S),
-    "the transposed of a square": case("rms_norm", lambda x: rms(x).T, normal(H, H)),
-    "an x that is a constant": case("rms_norm", lambda s: rms(jnp.asarray(X)) * s, S),
-    "an x that is one number": case("rms_norm", lambda s: rms(jnp.ones((4, H))) * s, S),
-    "arrays that are made of nothing": case(
-        "rms_norm rms_norm_add",
-        lambda a: (
-            rms(jnp.arange(1.0, H + 1)[None]) * jnp.arange(H) * a,
-            rms(jnp.arange(4.0 * H).reshape(4, H)) + jnp.arange(4.0 * H).reshape(4, H) * a,
-        ),
-        np.float64(2.0),
-    ),
-    "a centred sum by a product with ones": case(
-        "layer_norm", lambda x: over(x - mean(x), (x - mean(x)) ** 2 @ jnp.ones((H, 1)) / H), X
-    ),
-    "a variance that is never negative": case(
-        "layer_norm", lambda x: over(x - mean(x), jnp.maximum(ms(x) - mean(x) ** 2, 0)), X
-    ),
-    "a sum of squares that is never negative": case(
+    "one feature": case("", lambda x, w: rms(x) @ w, x=normal(4, 1), w=normal(1, 3)),
+    "two features": case("rms_norm", lambda x, w: rms(x) @ w, x=normal(4, 2), w=normal(2, 3)),
+    "no rows": case("", rms, x=normal(0, H)),
+    "no features": case("", rms, x=normal(4, 0)),
+    "a row of rank one": case("rms_norm", rms, x=normal(H), s=S),
+    "a row of rank one in front of a product": case("rms_norm", lambda x: rms(x) @ normal(3, 2), x=normal(3)),
+    "a row of rank two": case("layer_norm", layer, x=normal(1, H), s=S),
+    "the transposed of a square": case("rms_norm", lambda x: rms(x).T, x=normal(H, H)),
+    "an x that is a constant": case("rms_norm", lambda s: rms(jnp.asarray(X)) * s),
+    "an x that is one number": case("rms_norm", lambda s: rms(jnp.ones((4, H))) * s),
+    "arrays that are made of nothing": case("rms_norm rms_norm_add", of_nothing, a=np.float64(2.0)),
+    "a product with ones": case("layer_norm", lambda x: over(x - mean(x), (x - mean(x)) ** 2 @ jnp.ones((H, 1)) / H)),
+    "a variance of 0 or more": case("layer_norm", lambda x: over(x - mean(x), jnp.maximum(ms(x) - mean(x) ** 2, 0))),
+    "squares that are never negative": case(
         "layer_norm",
         lambda x: over(x - mean(x), jnp.maximum(jnp.sum(x * x, -1, keepdims=True) - H * mean(x) ** 2, 0) / H),
-        X,
     ),
 }
 
 
-def summed(total, *parameters, norm=rms):
+def summed(total, *parameters):
     """The norm of a sum, and the sum, which a residual stream goes on with."""
-    return norm(total, *parameters), total
+    return rms(total, *parameters), total
+
+
+def layer_summed(total, *parameters):
+    return layer(total, *parameters), total
 
 
 def constrained(a):
@@ -150,61 +138,47 @@ def parallel(x, w, v, s, b):
 
 
 # Rows of 16 in each of two examples, and a gate of each example.
-XE, RE, GATE = normal(2, 16, H), normal(2, 16, H) * 0.7, normal(2, 1, H)
+OF_EXAMPLES = {"x": normal(2, 16, H), "r": normal(2, 16, H) * 0.7, "g": normal(2, 1, H)}
 KEPT = np.asarray([[[1.0]], [[0.0]]])
 SUMS = {
-    "a sum": case("add_rms_norm", lambda x, r, s: summed(r + x, s), X, R, S),
-    "a sum that the norm alone reads": case("add_layer_norm", lambda x, r, s, b: layer(r + x, s, b), X, R, S, B),
-    "a Linear's bias": case(
-        "add_layer_norm", lambda u, v, r, b, w: summed(r + (u @ w @ v + b), b, norm=layer), X, V, R, B, W
-    ),
-    "a Linear's bias behind the sum": case(
-        "add_layer_norm", lambda u, v, r, b, w: summed(r + u @ w @ v + b, b, norm=layer), X, V, R, B, W
-    ),
-    "a difference": case("add_rms_norm", lambda x, r: summed(r - x), X, R),
+    "a sum": case("add_rms_norm", lambda x, r, s: summed(r + x, s)),
+    "a sum that the norm alone reads": case("add_layer_norm", lambda x, r, s, b: layer(r + x, s, b)),
+    "a Linear's bias": case("add_layer_norm", lambda x, v, r, b, w: layer_summed(r + (x @ w @ v + b), b)),
+    "a bias behind the sum": case("add_layer_norm", lambda x, v, r, b, w: layer_summed(r + x @ w @ v + b, b)),
+    "a difference": case("add_rms_norm", lambda x, r: summed(r - x)),
     "a gate of each example": case(
-        "add_layer_norm", lambda x, r, b, g: summed(r + g * (x + b), b, b, norm=layer), XE, RE, B, GATE
+        "add_layer_norm", lambda x, r, b, g: layer_summed(r + g * (x + b), b, b), **OF_EXAMPLES
     ),
-    "a gate of each example, rows in one axis": case(
-        "add_rms_norm", lambda x, r, s, g: (rms((r + g * x).reshape(-1, H), s), r + g * x), XE, RE, S, GATE
+    "such a gate, rows in one axis": case(
+        "add_rms_norm", lambda x, r, s, g: (rms((r + g * x).reshape(-1, H), s), r + g * x), **OF_EXAMPLES
     ),
-    "layer scale": case("add_rms_norm", lambda x, r, g: summed(r + g * x), X, R, S),
-    "stochastic depth": case("add_rms_norm", lambda x, r, kept: summed(r + x * kept / 0.9), X, R, KEPT),
-    "stochastic depth of a key": case("add_rms_norm", depth_by_key, X, R, np.uint32(1)),
-    "a scaled residual": case("add_rms_norm", lambda x, r: summed(r + 0.1 * x), X, R),
-    "rows in one axis": case("add_rms_norm", lambda x, r, s: (rms((r + x).reshape(-1, H), s), r + x), X, R, S),
-    "a constraint": case("add_rms_norm", lambda x, r, s: summed(constrained(r + x), s), X, R, S),
-    "both sides": case("rms_norm_add_rms_norm", lambda x, r, s, t: summed(r + rms(x, s), t), X, R, S, S + 1),
-    "both sides, around zero": case(
-        "rms_norm_add_rms_norm", lambda x, r, s, t: summed(r + rms(x) * (1 + s), 1 + t), X, R, S, S + 1
-    ),
+    "layer scale": case("add_rms_norm", lambda x, r, s: summed(r + s * x)),
+    "stochastic depth": case("add_rms_norm", lambda x, r, kept: summed(r + x * kept / 0.9), kept=KEPT),
+    "stochastic depth of a key": case("add_rms_norm", depth_by_key, seed=np.uint32(1)),
+    "a scaled residual": case("add_rms_norm", lambda x, r: summed(r + 0.1 * x)),
+    "rows in one axis": case("add_rms_norm", lambda x, r, s: (rms((r + x).reshape(-1, H), s), r + x)),
+    "a constraint": case("add_rms_norm", lambda x, r, s: summed(constrained(r + x), s)),
+    "both sides": case("rms_norm_add_rms_norm", lambda x, r, s, t: summed(r + rms(x, s), t)),
+    "both sides, around zero": case("rms_norm_add_rms_norm", lambda x, r, s, t: summed(r + rms(x) * (1 + s), 1 + t)),
     "LayerNorms on both sides": case(
-        "layer_norm_add layer_norm",
-        lambda x, r, s, b, t: summed(r + layer(x, s, b), t, b, norm=layer),
-        *(X, R, S, B, S + 1),
+        "layer_norm_add layer_norm", lambda x, r, s, b, t: layer_summed(r + layer(x, s, b), t, b)
     ),
-    "norms of two kinds": case(
-        "rms_norm_add layer_norm", lambda x, r, s, b, t: summed(r + rms(x, s), t, b, norm=layer), X, R, S, B, S + 1
+    "norms of two kinds": case("rms_norm_add layer_norm", lambda x, r, s, b, t: layer_summed(r + rms(x, s), t, b)),
+    "a gated norm": case("rms_norm_add_rms_norm", lambda x, r, s, g: summed(r + g * rms(x, s), s), **OF_EXAMPLES),
+    "a gated LayerNorm": case(
+        "layer_norm add_layer_norm", lambda x, r, s, b, g: layer_summed(r + g * layer(x, s, b), s, b), **OF_EXAMPLES
     ),
-    "a gated norm in front": case(
-        "rms_norm_add_rms_norm", lambda x, r, s, g: summed(r + g * rms(x, s), s), XE, RE, S, GATE
-    ),
-    "a gated LayerNorm in front": case(
-        "layer_norm add_layer_norm",
-        lambda x, r, s, b, g: summed(r + g * layer(x, s, b), s, b, norm=layer),
-        *(XE, RE, S, B, GATE),
-    ),
-    "a norm of the branch alone": case("rms_norm_add", lambda x, r, s: r + rms(x, s), X, R, S),
-    "two blocks of OLMo 2": case("rms_norm_add rms_norm_add", olmo_2, X, W, V, S, S + 1),
-    "a sum of three": case("add_rms_norm", lambda x, r, z, s: summed(r + x + z, s), X, R, Z, S),
-    "two norms of one stream": case("rms_norm add_rms_norm", two_norms, X, W, V, S, S + 1),
-    "a parallel block": case("layer_norm add_layer_norm", parallel, X, W, V, S, B),
+    "a norm of the branch alone": case("rms_norm_add", lambda x, r, s: r + rms(x, s)),
+    "two blocks of OLMo 2": case("rms_norm_add rms_norm_add", olmo_2),
+    "a sum of three": case("add_rms_norm", lambda x, r, z, s: summed(r + x + z, s)),
+    "two norms of one stream": case("rms_norm add_rms_norm", two_norms),
+    "a parallel block": case("layer_norm add_layer_norm", parallel),
 }
 
 
-def several_linears(x, r, s, w, v, c):
+def several_linears(x, r, s, w, c):
     y, total = summed(r + x, s)
-    return y @ w + c, jax.nn.silu(y @ v), total
+    return y @ w + c, jax.nn.silu(y @ (w + 1)), total
 
 
 def without_offsets(x, r, s, w):
@@ -213,46 +187,37 @@ def without_offsets(x, r, s, w):
 
 
 GATES_AND_LINEARS = {
-    "a silu gate": case("rms_norm_gated", lambda x, z, s: rms(x, s) * jax.nn.silu(z), X, Z, S),
-    "a silu gate in front of the scale": case(
-        "rms_norm_gated", lambda x, z, s: rms(x) * (z * jax.nn.sigmoid(z)) * s, X, Z, S
+    "a silu gate": case("rms_norm_gated", lambda x, z, s: rms(x, s) * jax.nn.silu(z)),
+    "a silu gate in front of the scale": case("rms_norm_gated", lambda x, z, s: rms(x) * (z * jax.nn.sigmoid(z)) * s),
+    "a silu gate beside others": case(
+        "rms_norm", lambda x, z, s: jnp.concatenate([rms(x, s) * jax.nn.silu(z), rms(x, s)])
     ),
-    "a silu gate behind a norm that others read": case(
-        "rms_norm", lambda x, z, s: jnp.concatenate([rms(x, s) * jax.nn.silu(z), rms(x, s)]), X, Z, S
-    ),
-    "a silu gate in front of a norm": case("rms_norm", lambda x, z, s: rms(x * jax.nn.silu(z), s), X, Z, S),
-    "a LayerNorm's gate": case("layer_norm", lambda x, z, s, b: layer(x, s, b) * jax.nn.silu(z), X, Z, S, B),
-    "a Linear with a bias": case(
-        "layer_norm_linear", lambda x, s, b, w, c: layer(x, s, b) @ w + c, X, S, B, W, C, linears=True
-    ),
+    "a silu gate in front of a norm": case("rms_norm", lambda x, z, s: rms(x * jax.nn.silu(z), s)),
+    "a LayerNorm's gate": case("layer_norm", lambda x, z, s, b: layer(x, s, b) * jax.nn.silu(z)),
+    "a Linear with a bias": case("layer_norm_linear", lambda x, s, b, w, c: layer(x, s, b) @ w + c, linears=True),
     "heads by einsum": case(
         "rms_norm_linear",
         lambda x, s, w, c: jnp.einsum("bsh,hnd->bsnd", rms(x, s), w) + c,
-        *(X, S, normal(H, 3, 4), normal(3, 4)),
+        w=normal(H, 3, 4),
+        c=normal(3, 4),
         linears=True,
     ),
     "a kernel first": case(
-        "rms_norm_linear",
-        lambda x, s, w: lax.dot_general(w, rms(x, s), (((0,), (2,)), ((), ()))),
-        *(X, S, W),
-        linears=True,
+        "rms_norm_linear", lambda x, s, w: lax.dot_general(w, rms(x, s), (((0,), (2,)), ((), ()))), linears=True
     ),
     "a transposed kernel": case(
-        "rms_norm_linear", lambda x, s, v: jnp.einsum("bsh,nh->bsn", rms(x, s), v), X, S, V, linears=True
+        "rms_norm_linear", lambda x, s, v: jnp.einsum("bsh,nh->bsn", rms(x, s), v), linears=True
     ),
-    "several Linears behind a sum": case("add_rms_norm_linear", several_linears, X, R, S, W, W + 1, C, linears=True),
+    "several Linears behind a sum": case("add_rms_norm_linear", several_linears, linears=True),
     "a Linear of rows in one axis": case(
-        "add_rms_norm_linear", lambda x, r, s, w, c: rms((r + x).reshape(-1, H), s) @ w + c, X, R, S, W, C, linears=True
+        "add_rms_norm_linear", lambda x, r, s, w, c: rms((r + x).reshape(-1, H), s) @ w + c, linears=True
     ),
     "a kernel first of rows in one axis": case(
         "add_rms_norm_linear",
         lambda x, r, s, w: jnp.einsum("hk,mh->km", w, rms((r + x).reshape(-1, H), s)),
-        *(X, R, S, W),
         linears=True,
     ),
-    "a Linear behind norms without offsets": case(
-        "layer_norm_add layer_norm_linear", without_offsets, X, R, S, W, linears=True
-    ),
+    "a Linear behind norms without offsets": case("layer_norm_add layer_norm_linear", without_offsets, linears=True),
 }
 WAYS = NORMS | SUMS | GATES_AND_LINEARS
 

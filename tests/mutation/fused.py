@@ -12,12 +12,8 @@ SHARED = "tests/fuse/test_transformations.py::test_layers_that_share_a_function_
 NAMED = f"{BETWEEN}test_a_checkpoint_keeps_what_has_a_name_behind_a_product"
 
 
-def quantiser(name: str) -> tuple[str, ...]:
-    return (f"{EIGHT_BITS}test_an_rms_norm_that_only_quantisers_read_is_left[{name}]",)
-
-
-def other(name: str) -> tuple[str, ...]:
-    return (f"{EIGHT_BITS}test_a_norm_that_something_else_reads_is_taken[{name}]",)
+def reader(name: str) -> tuple[str, ...]:
+    return (f"{EIGHT_BITS}test_who_reads_a_norm_decides[{name}]",)
 
 
 def way(name: str) -> tuple[str, ...]:
@@ -26,27 +22,27 @@ def way(name: str) -> tuple[str, ...]:
 
 FUSED = [
     Mutant("a result that is read, too, forgotten", READERS, "if graph.is_result(v):", "if False:",
-           other("a result, too")),
+           reader("a result, too")),
     Mutant("a cast to eight bits taken for a copy", REWRITING,
-           "return shapes(node) and not _is_quantised(node.output)", "return shapes(node)", quantiser("a cast")),
+           "return shapes(node) and not _is_quantised(node.output)", "return shapes(node)", reader("a cast")),
     Mutant("functions that quantise taken for products", REWRITING, " or _quantises(node))", ")",
            (f"{EIGHT_BITS}test_an_rms_norm_is_left[alone-current scales]",)),
     Mutant("functions with a derivative of their own taken for quantisers", REWRITING,
            "return any(map(_is_quantised, [*body.inputs", "return True or any(map(_is_quantised, [*body.inputs",
-           other("an activation of one's own")),
+           reader("an activation of one's own")),
     Mutant("eight bits that a function is given", REWRITING, "[*body.inputs, *(v for n", "[*(v for n",
-           quantiser("an operand for backward alone")),
+           reader("an operand for backward alone")),
     Mutant("a gate of each row taken", JUNCTIONS, " and groups_of(*sizes) is not None", "",
            ("tests/fuse/test_remarks.py::test_what_no_kernel_takes_is_left_and_says_so[a gate of each row]",)),
     Mutant("layers that share a checkpoint rewritten each", BODIES, "if key not in shared:", "if True:", (SHARED,)),
     Mutant("checkpoints' policies not told apart", BODIES, "id(policy), prevent_cse", "prevent_cse", (SHARED,)),
-    Mutant("eight bits that are no floats", REWRITING, '"int8", ', "", quantiser("integers")),
+    Mutant("eight bits that are no floats", REWRITING, '"int8", ', "", reader("integers")),
     Mutant("a LayerNorm that no product reads left", REWRITING,
            "if norm.centres or norm.z is not None or is_in_front:", "if norm.z is not None or is_in_front:",
            (f"{EIGHT_BITS}test_a_layer_norm_is_taken[alone-Flax]",)),
     Mutant("a sum behind that a product reads in eight bits taken", REWRITING,
            "addition is not None and not _is_read_in_eight_bits(self.graph, addition.y)", "addition is not None",
-           (f"{EIGHT_BITS}test_a_sum_behind_that_a_product_reads_in_eight_bits_is_left",)),
+           reader("a sum behind")),
     Mutant("scaled values not followed to eight bits", REWRITING, 'in ("mul", "div", ', 'in ("div", ',
            (f"{EIGHT_BITS}test_a_checkpoint_that_keeps_products[Flax]",)),
     Mutant("the first norm of a pair that is left not listed", REWRITING,
@@ -71,7 +67,8 @@ FUSED = [
     Mutant("what looks like a multiplication multiplied in steps", GRAPH,
            "self.replace(results, operands, lambda *arrays", "(lambda *_: 0)(results, operands, lambda *arrays",
            (f"{WAYS}test_a_product_without_a_sum_stays_one",)),
-    Mutant("no square by an exponent", NORMS, "constants.number(node.inputs[1]) == 2", "False", way("keras_hub's Llama")),
+    Mutant("no square by an exponent", NORMS, "constants.number(node.inputs[1]) == 2", "False",
+           way("keras_hub's Llama")),
     Mutant("multiples of norms alone", NORMS, "if any(c.factor == 1 for c in certificates) else ()", "",
            ("tests/fuse/test_lookalikes.py::"
             "test_nothing_changes_and_no_more_is_found_than_is_there[a row of length 1]",)),
