@@ -73,14 +73,12 @@ def program(case: Case, module=jln):
 def beyond_reach(case: Case) -> bool:
     """Return whether JAX may make sums around the operator that XLA's CPU backend hands to YNNPACK and gets wrong.
 
-    They are wrong without this library, too. On the jaxlibs that `jln._core.one_by_one` names: the sum of two sums with
-    a common factor that is a broadcast, as in derivatives of the rules. On all from 0.10.2 on, 0.12.0.1 too:
-
-    - the sum of products with a broadcast, as of a kernel along its rows, or of the cotangent of a Linear's result,
-      `jnp.sum(jnp.einsum("emn,hn->emh", dy, jnp.broadcast_to(k, (768, 130))), 0)`, dy [3, 2, 130] and k [1, 130];
-    - the sum of a broadcast times another one, as the gradient of x is where the sum in front is all that is used,
-      `jnp.sum(jnp.broadcast_to(c, (4, 32, 64)) * jnp.broadcast_to(g, (4, 1, 64)), 0)`, c [4, 32, 1] and g [4, 1, 1],
-      or in plain jnp that of an x that examples with scales of their own share.
+    They are wrong without this library, too. On all jaxlibs from 0.10.2 on, 0.12.0.1 too, sums of products of which a
+    factor is a broadcast: of a kernel, of the cotangent of a Linear's result, of an x that examples share, or of the
+    cotangent of the sum in front, if that is all that is used, as
+    `jnp.sum(jnp.broadcast_to(c, (4, 32, 64)) * jnp.broadcast_to(g, (4, 1, 64)), 0)`, c [4, 32, 1] and g [4, 1, 1].
+    On those that `jln._core.one_by_one` names the sum of two sums with a common factor that is a broadcast, as in
+    derivatives of the rules.
     """
     kernels = [a for n, a in case.operands.items() if n.startswith("kernel")]
     is_spread = any(a.small != a.shape for a in case.cotangents.values())
@@ -92,41 +90,32 @@ def beyond_reach(case: Case) -> bool:
     return case.asks == "second" and jaxlib.version.__version_info__[:3] in WRONG
 
 
-def _hidden_inside(case: Case) -> bool:
-    """Return whether operands are broadcast inside the derivative, whose gradients then have the small shapes."""
-    return case.outer == 0
-
-
 def _written_out(case: Case, program, given, directions):
+    """Call a program with arrays broadcast to what they are drawn as, but for those that it broadcasts itself."""
     operands, cotangents = given
-    arrays = (case.operands, case.cotangents, {n: case.operands[n] for n in directions})
-    trees = [operands, cotangents, directions]
-    for i, described in enumerate(arrays):
-        if i == 1 or not _hidden_inside(case):
-            trees[i] = {n: _broadcast(a, described[n]) for n, a in trees[i].items()}
-    return program(*trees)
+    if case.outer:
+        operands, directions = (_broadcast(arrays, case.operands) for arrays in (operands, directions))
+    return program(operands, _broadcast(cotangents, case.cotangents), directions)
 
 
-def _broadcast(a, array):
-    return a if a.shape == array.shape else jnp.broadcast_to(a, array.shape)
+def _broadcast(arrays, described):
+    shapes = {n: described[n].shape for n in arrays}
+    return {n: a if a.shape == shapes[n] else jnp.broadcast_to(a, shapes[n]) for n, a in arrays.items()}
 
 
 def _looped(case: Case, level: int, function):
     """A function of trees of arrays by name in a loop over the examples of a level."""
     how = case.levels[level]
 
-    def call(operands, cotangents, directions):
-        trees = (operands, cotangents, directions)
-        in_axes = (
-            {n: case.operands[n].axes[level] for n in operands},
-            {n: case.cotangents[n].axes[level] for n in cotangents},
-            {n: case.operands[n].axes[level] for n in directions},
-        )
+    def call(*trees):
+        described = (case.operands, case.cotangents, case.operands)
+        in_axes = tuple({n: d[n].axes[level] for n in t} for t, d in zip(trees, described, strict=True))
         if how.by == "vmap":
             return jax.vmap(function, in_axes, how.out)(*trees)
-        xs = [{n: a for n, a in t.items() if axes[n] is not None} for t, axes in zip(trees, in_axes, strict=True)]
-        kept = [{n: a for n, a in t.items() if axes[n] is None} for t, axes in zip(trees, in_axes, strict=True)]
-        _, stacked = jax.lax.scan(lambda c, x: (c, function(*(k | v for k, v in zip(kept, x, strict=True)))), (), xs)
+        pairs = list(zip(trees, in_axes, strict=True))
+        moved = [{n: a for n, a in t.items() if axes[n] is not None} for t, axes in pairs]
+        kept = [{n: a for n, a in t.items() if axes[n] is None} for t, axes in pairs]
+        _, stacked = jax.lax.scan(lambda c, x: (c, function(*(k | v for k, v in zip(kept, x, strict=True)))), (), moved)
         return stacked
 
     return call
@@ -145,9 +134,7 @@ def _asked(case: Case, module, operands, cotangents, directions):
 
     def values(wanted):
         every = operands | wanted
-        if _hidden_inside(case):
-            every = {n: _broadcast(a, case.operands[n]) for n, a in every.items()}
-        return of_all(every, {}, {})
+        return of_all(every if case.outer else _broadcast(every, case.operands), {}, {})
 
     wanted = {n: operands[n] for n in case.wanted}
     if case.asks == "value":
@@ -181,13 +168,10 @@ def _asked(case: Case, module, operands, cotangents, directions):
 
         def along(wanted):
             d, _ = gradient(wanted)
-            wide = [jnp.promote_types(a.dtype, "float32") for a in directions.values()]
-            return sum(
-                jnp.sum(d[f"d{n}"].astype(w) * v.astype(w)) for (n, v), w in zip(directions.items(), wide, strict=True)
-            )
+            wide = {n: jnp.promote_types(v.dtype, "float32") for n, v in directions.items()}
+            return sum(jnp.sum(d[f"d{n}"].astype(wide[n]) * v.astype(wide[n])) for n, v in directions.items())
 
-        second = jax.grad(along)(wanted)
-        return {f"d{n}'": a for n, a in second.items()}
+        return {f"d{n}'": a for n, a in jax.grad(along)(wanted).items()}
     d, second = jax.jvp(lambda w: gradient(w)[0], (wanted,), (directions,))
     return d | {f"{n}'": a for n, a in second.items()}
 
@@ -195,10 +179,8 @@ def _asked(case: Case, module, operands, cotangents, directions):
 def _operator(case: Case, module, operands):
     """The operator's results by name."""
     named = {a.name: None for a in case.form.arguments} | operands
-    if case.several:
-        for name in ("kernel", "bias"):
-            of_each = [named.pop(f"{name}[{i}]", None) for i in range(case.several)]
-            named[name] = tuple(of_each)
+    for name in ("kernel", "bias") if case.several else ():
+        named[name] = tuple(named.pop(f"{name}[{i}]", None) for i in range(case.several))
     if case.number is not None:
         named["gate"] = case.number
     static = dict(case.form.options) | case.static | ({} if case.quantize is None else {"quantize": case.quantize})

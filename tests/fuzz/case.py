@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +25,20 @@ class Level:
     by: str
     size: int
     out: int
+
+
+def grown(shape: tuple[int, ...], levels: tuple[Level, ...], place: Callable) -> tuple[tuple, tuple]:
+    """A shape with an axis for each level, added from the innermost out, and these axes from the outermost in.
+
+    place: of a level's number, the level and the shape so far, where its axis is put; None where it has none.
+    """
+    axes: list[int | None] = []
+    for i, level in reversed(list(enumerate(levels))):
+        axis = place(i, level, shape)
+        if axis is not None:
+            shape = (*shape[:axis], level.size, *shape[axis:])
+        axes.insert(0, axis)
+    return shape, tuple(axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +122,6 @@ class Case:
     def in_words(self) -> str:
         """The case as lines of text."""
         lines = [f"seed {self.seed}: {self.form.title}, {self.asks} of an x {self.shape} normalised over {self.axes}"]
-        for name, value in self.static.items():
-            lines.append(f"  {name}={value!r}")
         for i, level in enumerate(self.levels):
             where = "outside" if i < self.outer else "inside"
             lines.append(f"  {level.by} of {level.size}, {where} the derivative, results along {level.out}")
@@ -116,14 +129,11 @@ class Case:
             made = "" if a.small == a.shape else f", broadcast from {a.small}"
             more = f", examples along {a.axes}" if self.levels else ""
             lines.append(f"  {name}: {a.dtype} {a.shape}{made}{more}, {a.mean:g} +- {a.spread:g}")
-        if self.number is not None:
-            lines.append(f"  gate={self.number}")
-        said = {
-            "wanted": self.wanted, "implementation": self.implementation, "jitted": self.jitted, "policy": self.policy,
-            "constant rows": self.constant_rows, "values too": self.values_too, "by a loss": self.by_loss,
-            "reverse mode twice": self.twice_reverse, "quantize": self.quantize,
-        }  # fmt: skip
-        return "\n".join([*lines, "  " + ", ".join(f"{n} {v}" for n, v in said.items())])
+        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in SAID_BEFORE}
+        return "\n".join([*lines, *(f"  {name}={value!r}" for name, value in said.items() if value is not None)])
+
+
+SAID_BEFORE = ("seed", "form", "shape", "axes", "levels", "outer", "operands", "cotangents", "asks")
 
 
 def result_dtype(case: Case, name: str) -> str:

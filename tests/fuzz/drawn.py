@@ -9,43 +9,20 @@ import random
 import jax.numpy as jnp
 
 import jln
-from case import Array, Case, Level
+from case import Array, Case, Level, grown
 from catalogue import FORMS, Operator
 
 # Powers of two, their neighbours, 1 and what models have. From 32 rows of 64 elements on XLA gives sums on a CPU to
 # another library, so these are frequent.
 H = (
-    1,
-    2,
-    3,
-    7,
-    8,
-    16,
-    31,
-    32,
-    33,
-    *(64,) * 6,
-    65,
-    100,
-    127,
-    *(128,) * 3,
-    129,
-    256,
-    257,
-    512,
-    768,
-    1000,
-    1024,
-    2047,
-    2048,
-)
+    1, 2, 3, 7, 8, 16, 31, 32, 33, *(64,) * 6, 65, 100, 127, *(128,) * 3, 129, 256, 257, 512, 768, 1000, 1024,
+    2047, 2048,
+)  # fmt: skip
 ROWS = (1, 1, 2, 2, 3, 3, 4, 5, 8, 17, *(32,) * 4, 33, 48, 64)
 FEATURES = ((1,), (2,), (3,), (8,), (16,), (17,), (32,), (4, 3), (130,))
 SPREADS = ((0.0, 1.0), (1.0, 1.0), (100.0, 1.0), (0.0, 0.01), (0.0, 30.0))  # of rows: mean and standard deviation
 WIDE, FLOAT32, NARROW = "float64", "float32", ("bfloat16", "float16")
-POLICIES = (
-    "everything_again", "statistics", "dots", "jln.dots_saveable", "jln.dots_and_statistics_saveable",
-)  # fmt: skip
+POLICIES = ("everything_again", "statistics", "dots", "jln.dots_saveable", "jln.dots_and_statistics_saveable")
 
 
 def draw(seed: int) -> Case:
@@ -101,13 +78,10 @@ class Draw:
         normalised = tuple(shape[a % len(shape)] for a in axes)
         dtypes = self.dtypes(form, asks)
 
-        # An example's own shapes.
-        shapes = {}
         several = r.choice((2, 3)) if form.is_linear and self.chance(0.25) else 0
-        features = [
-            r.choice(self.features[:-1] if several or by_kernels else self.features) for _ in range(several or 1)
-        ]
-        number = None
+        some = self.features[:-1] if several or by_kernels else self.features
+        features = [r.choice(some) for _ in range(several or 1)]
+        shapes, number = {}, None
         for a in form.arguments:
             if a.name in absent:
                 continue
@@ -126,9 +100,8 @@ class Draw:
             del shapes["gate"]
             number = r.choice((0.5, -2.0, 0.0))
 
-        # Levels: each has an operand of examples, or jax.vmap would have nothing to go over.
         levels, operands = self.with_levels(shapes, levels, outer, dtypes)
-        static = self.static(form, shapes, dtypes, axes, len(shape))
+        static = self.static(form, shapes, dtypes, axes)
         static["forward_mode"] = asks == "tangent" or self.chance(0.2)
         # Not drawn with the rest, so that every seed has the rest that it had.
         if form.is_linear and not static["forward_mode"] and self.seed % 3 == 0:
@@ -213,23 +186,16 @@ class Draw:
             for i, level in enumerate(levels)
         )
         hides = self.chance(0.3)
-        operands = {}
-        for n in names:
-            shape, axes = shapes[n], []
-            for level, has in zip(reversed(levels), reversed(batched[n]), strict=True):
-                axis = None
-                if has:
-                    axis = 0 if level.by == "scan" or self.chance(0.7) else r.randint(0, len(shape))
-                    shape = (*shape[:axis], level.size, *shape[axis:])
-                axes.insert(0, axis)
-            operands[n] = self.array(n, self.of_role(n, dtypes), shape, tuple(axes), hides)
-        return levels, operands
+        return levels, {n: self.operand(n, shapes[n], levels, batched[n], dtypes, hides) for n in names}
 
-    def of_role(self, name, dtypes):
-        return dtypes(name if name in ("scale", "offset") else "other")
+    def operand(self, name, shape, levels, batched, dtypes, hides):
+        def place(i, level, shape):
+            if not batched[i]:
+                return None
+            return 0 if level.by == "scan" or self.chance(0.7) else self.r.randint(0, len(shape))
 
-    def array(self, name, dtype, shape, axes, hides):
-        small = shape
+        shape, axes = grown(shape, levels, place)
+        dtype, small = dtypes(name if name in ("scale", "offset") else "other"), shape
         if hides and self.chance(0.5):
             small = tuple(1 if self.chance(0.3) else n for n in shape)
         mean, spread = 0.0, 1.0
@@ -241,7 +207,7 @@ class Draw:
             spread = 1 / math.sqrt(shape[-2] if len(shape) > 1 else 1)
         return Array(dtype, shape, axes, small, mean, spread)
 
-    def static(self, form: Operator, shapes, dtypes, axes, ndim):
+    def static(self, form: Operator, shapes, dtypes, axes):
         r, static = self.r, {}
         if not form.is_linear:
             if axes != (-1,) or self.chance(0.3):
@@ -262,21 +228,20 @@ class Draw:
         if case.form.adds:
             results.append("total")
         used = [n for n in results if self.chance(0.75)] or [self.r.choice(results)]
+
+        def place(i, level, shape):
+            if i < case.outer:
+                return 0 if self.chance(0.7) else None
+            return level.out
+
         found = {}
         for n in used:
-            shape, axes = case.result_shape(n), []
-            for i, level in reversed(list(enumerate(case.levels))):
-                axis = level.out
-                if i < case.outer:
-                    axis = 0 if self.chance(0.7) else None
-                if axis is not None:
-                    shape = (*shape[:axis], level.size, *shape[axis:])
-                axes.insert(0, axis)
+            shape, axes = grown(case.result_shape(n), case.levels, place)
             small = shape
             how = self.r.random()
             if how < 0.2:
                 small = tuple(1 if self.chance(0.4) else n for n in shape)
             elif how < 0.3:
                 small = (1,) * len(shape)
-            found[n] = Array("result's", shape, tuple(axes), small)
+            found[n] = Array("result's", shape, axes, small)
         return found

@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from case import Case, made, result_dtype
+from case import Case, grown, made, result_dtype
 from tracked import Tracked, unit
 from truth import evaluated, given_back, laid_out
 
@@ -65,12 +65,7 @@ def _or_zero(a: Tracked) -> Tracked:
 
 def _of_result(case: Case, name: str):
     """The shape of a result as the program gives it, and its levels' axes there."""
-    shape, axes = case.result_shape(name), []
-    for i, level in reversed(list(enumerate(case.levels))):
-        axis = 0 if i < case.outer else level.out
-        shape = (*shape[:axis], level.size, *shape[axis:])
-        axes.insert(0, axis)
-    return shape, tuple(axes)
+    return grown(case.result_shape(name), case.levels, lambda i, level, _: 0 if i < case.outer else level.out)
 
 
 def _summed(case: Case, name: str, array, full: Tracked):
@@ -82,15 +77,13 @@ def _summed(case: Case, name: str, array, full: Tracked):
     lead = tuple(level.size for level in case.levels)
     full = full.broadcast_to((*lead, *full.shape[len(lead) :])).stored(array.dtype)
     # In front the axes of levels outside of the derivative, then of those inside of it that share the operand.
-    axes, shape, shared = [], case.example_shape(name), 0
-    for i, level in reversed(list(enumerate(case.levels))):
-        axis = 0
-        if i >= case.outer and array.axes[i] is None:
-            shared += 1
-        elif i >= case.outer:
-            axis = array.axes[i] + shared
-        shape = (*shape[:axis], level.size, *shape[axis:])
-        axes.insert(0, axis)
+    is_shared = [i >= case.outer and axis is None for i, axis in enumerate(array.axes)]
+
+    def place(i, level, shape):
+        return 0 if i < case.outer or is_shared[i] else array.axes[i] + sum(is_shared[i + 1 :])
+
+    shape, axes = grown(case.example_shape(name), case.levels, place)
+    shared = sum(is_shared)
     value, error = (
         given_back(case, name, np.broadcast_to(a, full.shape), shape, axes) for a in (full.value, full.error)
     )
@@ -101,8 +94,8 @@ def _summed(case: Case, name: str, array, full: Tracked):
     if terms > 1:
         spread = [math.prod(a.shape) for a in case.cotangents.values() if a.small != a.shape]
         terms = max(terms, max(spread, default=0) // math.prod(small))
-        grown = terms * max(unit(array.dtype), full.eps) / (2 if unit(array.dtype) > full.eps else 1)
-        error = (error + grown * (np.abs(value) + error)).sum(axes, keepdims=True)
+        rounding = terms * max(unit(array.dtype), full.eps) / (2 if unit(array.dtype) > full.eps else 1)
+        error = (error + rounding * (np.abs(value) + error)).sum(axes, keepdims=True)
         value = value.sum(axes, keepdims=True)
         error = np.where(np.abs(value) + error < float(jnp.finfo(array.dtype).max), error, np.inf)
     return (a.squeeze(tuple(range(case.outer, case.outer + shared))) for a in (value, error))

@@ -36,7 +36,7 @@ from taken import may_be_plain_jnp, refused, varying
 class Real(Draw):
     """Sizes of models: x has 2^22 to 2^24 elements, its rows the lengths that people train."""
 
-    h = (768, 1024, 1024, 1536, 2048, 2048, 3072, 4096, 4096, 4096, 5120, 5376, 8192, 8192, 12288, 16384, 1000, 64, 128)
+    h = (768, 1024, 1024, 1536, 2048, 2048, 3072, *(4096,) * 3, 5120, 5376, 8192, 8192, 12288, 16384, 1000, 64, 128)
     rows = (1, 2, 4, 8, 16, 32, 128, 512, 1024, 2048, 2048, 4096, 8192)
     features = ((64,), (128,), (8,), (16, 128), (1024,), (4096,), (12288,))
     largest = largest_by_kernels = 2**24
@@ -77,34 +77,26 @@ def known(case: Case) -> str:
     return "".join(letter for letter, does in holds.items() if does)
 
 
-def structs(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The operands and cotangents of a case, as shapes and dtypes."""
+def compiled(case: Case) -> tuple[list[Any], float]:
+    """The programs of a case for an H200, with the operators and in plain jnp, and the MB of each array once."""
     operands = {n: jax.ShapeDtypeStruct(a.small, a.dtype) for n, a in case.operands.items()}
-    return operands, {n: jax.ShapeDtypeStruct(a.small, result_dtype(case, n)) for n, a in case.cotangents.items()}
-
-
-def compiled(case: Case) -> tuple[Any, Any]:
-    """The programs of a case for an H200: with the operators, and in plain jnp."""
-    return tuple(compile_for(program(case, module), structs(case), {}, chip="h200") for module in (jln, jln.reference))
+    cotangents = {n: jax.ShapeDtypeStruct(a.small, result_dtype(case, n)) for n, a in case.cotangents.items()}
+    given = ((operands, cotangents), {})
+    made = [compile_for(program(case, module), *given, chip="h200") for module in (jln, jln.reference)]
+    arrays = jax.tree.leaves((given, jax.eval_shape(program(case), *given)))
+    return made, sum(a.size * a.dtype.itemsize for a in arrays) / 1e6
 
 
 def moved(seed: int) -> tuple[int, str, float, float, float]:
-    """The bytes of the case of a seed in MB: with the operators, in plain jnp, and of each array once."""
+    """The MB that the case of a seed moves: with the operators, in plain jnp, and of each array once."""
     case = case_of(seed)
     assert case is not None, "a seed without a case"
     try:
-        ours, plain = compiled(case)
+        (ours, plain), once = compiled(case)
     except Exception as error:
         return seed, f"{case.form.title} raised {type(error).__name__}: {error}"[:300], math.inf, 1.0, 1.0
-    of_results = jax.eval_shape(program(case), structs(case), {})
-    once = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((structs(case), of_results)))
-    return (
-        seed,
-        f"{case.form.title} {case.shape} {case.axes}",
-        ours.bytes_total / 1e6,
-        plain.bytes_total / 1e6,
-        once / 1e6,
-    )
+    title = f"{case.form.title} {case.shape} {case.axes}"
+    return seed, title, ours.bytes_total / 1e6, plain.bytes_total / 1e6, once
 
 
 def main() -> None:
@@ -120,7 +112,7 @@ def main() -> None:
         case = case_of(arguments.seed)
         if case is None:
             parser.error(f"seed {arguments.seed} draws no call of the kernels at a real size")
-        print(case.in_words(), *compiled(case), sep="\n\n")
+        print(case.in_words(), *compiled(case)[0], sep="\n\n")
         return
     seeds, chosen = arguments.first, []
     while len(chosen) < arguments.cases:
@@ -128,13 +120,9 @@ def main() -> None:
         if case is not None and not {*arguments.without} & {*known(case)}:
             chosen.append(seeds)
         seeds += 1
-    rows = []
     # A process keeps what JAX compiled, so that it has to end at times.
     with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=25) as pool:
-        for row in pool.imap_unordered(moved, chosen):
-            rows.append(row)
-            print(f"\r{len(rows)} of {len(chosen)}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        rows = list(pool.imap_unordered(moved, chosen))
     rows.sort(key=lambda row: row[2] / row[3], reverse=True)
     over = [row for row in rows if row[2] > arguments.share * row[3]]
     print(f"{'seed':>8} {'share':>6} {'MB':>8} {'plain':>8} {'once':>8} {'known':>6}  operator, x, axes")

@@ -63,22 +63,10 @@ def judged(seed: int, say=None) -> dict:
 
 def in_a_process(first: int, last: int, until: float) -> Iterator[dict]:
     """Yield what `judged` tells of some seeds of one chunk, by a process of its own."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        __file__,
-        "--first",
-        str(first),
-        "--last",
-        str(last),
-        "--until",
-        str(until),
-    ]
-    with subprocess.Popen(
-        command, env=os.environ | settings(first), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        seed = first
+    command = [sys.executable, "-W", "ignore", __file__, f"--first={first}", f"--last={last}", f"--until={until}"]
+    environment, seed = os.environ | settings(first), first
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         for line in process.stdout:
             if line.startswith("{"):
                 yield json.loads(line)
@@ -87,11 +75,6 @@ def in_a_process(first: int, last: int, until: float) -> Iterator[dict]:
     if process.returncode:
         wrong = [f"its process ended with {process.returncode}", *error.strip().splitlines()[-12:]]
         yield {"seed": seed, "implementation": "?", "share": 0.0, "wrong": wrong, "words": f"seed {seed}"}
-
-
-def report(found: dict) -> None:
-    print(found["words"], *(f"    {line}" for line in found["wrong"]), sep="\n")
-    print(f"  again: python tests/fuzz/run.py --seed {found['seed']}\n", flush=True)
 
 
 def main() -> int:
@@ -121,24 +104,23 @@ def main() -> int:
     until = begin + given.seconds if given.seconds else 2 * begin
     count = given.cases or (10**6 if given.seconds else 500)
     print(f"cases from seed {first} on", flush=True)
-    chunks = [(n, min(n // CHUNK * CHUNK + CHUNK, first + count)) for n in range(first, first + count)
-              if n == first or n % CHUNK == 0]  # fmt: skip
+    starts = [n for n in range(first, first + count) if n == first or n % CHUNK == 0]
     ran, wrong, largest = Counter(), [], Counter()
 
-    def run(chunk):
+    def run(start):
         if time.time() >= until:
             return
-        for found in in_a_process(*chunk, until):
+        for found in in_a_process(start, min(start // CHUNK * CHUNK + CHUNK, first + count), until):
             ran[found["implementation"]] += 1
             if found["wrong"]:
-                report(found)
+                print(found["words"], *(f"    {line}" for line in found["wrong"]), sep="\n")
+                print(f"  again: python tests/fuzz/run.py --seed {found['seed']}\n", flush=True)
                 wrong.append(found["seed"])
             else:
                 largest[found["asks"]] = max(largest[found["asks"]], found["share"])
 
     with concurrent.futures.ThreadPoolExecutor(given.processes) as pool:
-        for done in pool.map(run, chunks):
-            assert done is None
+        list(pool.map(run, starts))
     print(f"{sum(ran.values())} cases in {time.time() - begin:.0f} s, by implementation {dict(ran)}")
     print("the largest errors, as parts of what is allowed:", {n: round(s, 3) for n, s in largest.items()})
     print(f"{len(wrong)} wrong: {sorted(wrong)}" if wrong else "all right")
