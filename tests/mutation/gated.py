@@ -3,18 +3,19 @@
 import targets as t
 from targets import Mutant
 
-VALUES = f"{t.GATED}test_values_and_every_gradient"
+VALUES = f"{t.JUNCTION}test_values_and_every_gradient"
 FIRST, LAST = (
-    {how: (f"{VALUES}[{how}-the {form} first-shared--1]",) for how in ("triton", "xla")} for form in ("norm", "gate")
+    {how: (f"{VALUES}[{how}-the {form} first-no gate-shared--1]",) for how in ("triton", "xla")}
+    for form in ("norm", "gate")
 )
-HEADS = (f"{VALUES}[triton-the gate first-over the last--1]",)
+HEADS = (f"{VALUES}[triton-the gate first-no gate-over the last--1]",)
 HEADS_OF_GROUPS = (f"{t.JUNCTION}test_values_and_every_gradient[triton-layer_norm-no gate-over the outer ones--1]",)
 TILES_OF_HEADS = (
-    f"{t.EXECUTED}test_gated.py::test_parameters_of_heads[rms_norm_gated,norm_before_gate=False-40x4x128-bfloat16-small-"
+    f"{t.EXECUTED}test_norms.py::test_norms[rms_norm_gated,norm_before_gate=False-40x4x128-bfloat16-small-"
     "h200-of_heads=True]",
 )
-IN_CHUNKS = (f"{t.GATED}test_accuracy[triton-rms_norm_gated, norm_before_gate=False-(2, 20000)-float32]",)
-SHARED = (f"{t.GATED}test_groups_under_vmap_of_some_arguments[triton]",)
+IN_CHUNKS = (f"{t.ACCURACY}test_family[triton-2-20000-rms_norm_gated, norm_before_gate=False-float32]",)
+SHARED = (f"{t.JUNCTION}test_heads_under_vmap_of_some_arguments[triton]",)
 
 GATED_NORMS = [
     Mutant("silu' without its second term", t.TERMS, "tl.fma(u, 1.0 - share, share)", "share", FIRST["triton"]),
@@ -41,10 +42,10 @@ GATED_NORMS = [
     Mutant("another group's z", t.RECORDS, t.COPY, t.first_part_of("x_z"), HEADS),
     Mutant("a frozen x's dx written beside dz", t.NORM_LAUNCH, "plan.tile, g.results(dtypes)",
            "plan.tile, g.results(dtypes._replace(x=dtypes.x or dtypes.z))",
-           (f"{t.GATED}test_one_kernel_each_way_and_a_reduction[the norm first-('z',)-[('backward_kernel', 'd.z')]]",)),
+           (f"{t.JUNCTION_COSTS}test_one_kernel_each_way_and_a_reduction[the norm first, z alone]",)),
     Mutant("dz pulled back where the norm goes first", t.NORM_LAUNCH,
            "dtypes._replace(scale=None, offset=None, z=None, y=None)",
-           "dtypes._replace(scale=None, offset=None, y=None)", (f"{t.GATED}test_dz_alone_needs_no_row_sums",)),
+           "dtypes._replace(scale=None, offset=None, y=None)", (f"{t.JUNCTION_COSTS}test_dz_alone_needs_no_row_sums",)),
     # In jnp
     Mutant("silu' without its second term, XLA", t.XLA_NORM, "share + u * (1 - share)", "share", FIRST["xla"]),
     Mutant("the gate left out of the norm's result, XLA", t.XLA_NORM, "y = wide(Product(y, operands.z))  # (42)",

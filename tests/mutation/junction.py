@@ -9,8 +9,8 @@ OF_H, OF_EXAMPLES = (
     {how: (f"{VALUES}[{how}-add_layer_norm-{kind}--1]",) for how in ("triton", "xla")}
     for kind in ("H-shared", "by example-by example")
 )
-CALLS, MODULES = "jln/_modules.py", "tests/modules/test_sums.py::test_"
-SEVERAL_PROGRAMS = (f"{t.JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-(150, 127)-float32]",)
+CALLS, MODULES = "jln/_modules.py", "tests/modules/test_norms.py::test_"
+SEVERAL_PROGRAMS = (f"{t.ACCURACY}test_family[triton-150-127-add_layer_norm, x_bias and gate-float32]",)
 GATED = "dx = apply_gate(dx, a.gate, column, exists, COMPUTE)"
 
 SUMS = [
@@ -50,10 +50,10 @@ SUMS = [
            (f"{t.JUNCTION}test_gates_of_rows_run_plain_jnp",)),
     Mutant("x kept although no gate's gradient is wanted", t.JUNCTION_RULES, "there if name in reads else unneeded",
            'there if name in reads or name == "x" else unneeded',
-           ("tests/operators/test_junction_costs.py::test_held_between_forward_and_backward[xla-H-some0-1-2-False]",)),
+           (f"{t.JUNCTION_COSTS}test_held_between_forward_and_backward[xla-add_layer_norm-H-some0-1-2-False]",)),
     Mutant("a module's residual left out of the framework's own code", CALLS,
            "x.astype(like.dtype) + residual.astype(like.dtype)", "x.astype(like.dtype)",
-           (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[linen mask is given]",)),
+           (f"{MODULES}path[linen mask=given]",)),
     Mutant("a module's residual of any shape", CALLS, """_checks.shape("residual", residual, x.shape, "that of x")""",
-           "pass", (f"{MODULES}what_the_operators_lack_is_the_frameworks_own_code_on_the_sum[nnx mask is given]",)),
+           "pass", (f"{MODULES}residuals_that_are_rejected_and_none[nnx mask]",)),
 ]  # fmt: skip

@@ -1,5 +1,8 @@
-"""Arguments of the sums with x's bias and every kind of gate, and of norms whose parameters vary over axes of rows."""
+"""Arguments of gated norms, of sums with an x_bias and every kind of gate, and parameters by rows."""
 
+import functools
+
+import jln
 import workbench
 from catalogue import OPERATORS
 
@@ -32,14 +35,13 @@ GATES = {
     "a number": 0.3,
     "nothing added": None,  # no residual either: total is x
 }
+# The forms of rms_norm_gated: whether the norm goes before the gate.
+GATED = {"the norm first": True, "the gate first": False}
 
 
-def has_kernels(*varies, axis):
-    """Return whether kernels take parameters of SHAPE that vary so: the last axes, and parameters of x's first ones.
-
-    Or of the one in front of H. An axis in the middle is neither, but for two normalised axes.
-    """
-    return axis == (2, 3) or (axis == -1 and "over an axis in the middle" not in varies)
+def bound(form, options, module=jln, **more):
+    """The operator of a form, of `jln` or of `jln.reference`, with its options."""
+    return functools.partial(getattr(module, "rms_norm_gated" if form in GATED else form), **options, **more)
 
 
 def parameter_shape(shape, axes, varies, of_h=True):
@@ -50,32 +52,29 @@ def parameter_shape(shape, axes, varies, of_h=True):
     return tuple(n if i in chosen or (of_h and i in axes) else 1 for i, n in enumerate(shape))
 
 
-def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
-    """Return the operator's arguments by name, and its options. A norm of x has a scale of the same shape.
+def made(form, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
+    """Return the arguments of an operator, or of a gated form, by name, and its options.
 
-    gate: its kind. varies: how scale and offset vary over axes of rows.
+    A norm of x has a scale of the same shape. gate: its kind. varies: how scale and offset vary over axes of rows.
     """
+    operator = OPERATORS["rms_norm_gated" if form in GATED else form]
     of_scale, of_offset = APART.get(varies, (varies, "shared" if varies == "by row" else varies))
     axes = tuple(a % len(shape) for a in (axis if isinstance(axis, tuple) else (axis,)))
     shapes = {"x": shape, "scale": parameter_shape(shape, axes, of_scale)}
-    if OPERATORS[name].centres:
+    if operator.centres:
         shapes["offset"] = parameter_shape(shape, axes, of_offset)
-    if OPERATORS[name].both_sides:
-        shapes["x_scale"] = shapes["scale"]
-    if "residual" in OPERATORS[name].takes:
-        shapes["residual"] = shape
-    if "x_bias" in OPERATORS[name].takes:
-        shapes["x_bias"] = parameter_shape(shape, axes, "shared")
-    if "z" in OPERATORS[name].takes:
-        shapes["z"] = shape
-    if OPERATORS[name].adds and isinstance(GATES[gate], tuple):
+    more = {"x_scale": shapes["scale"], "residual": shape, "x_bias": parameter_shape(shape, axes, "shared"), "z": shape}
+    shapes |= {n: s for n, s in more.items() if n in operator.takes}
+    if operator.adds and isinstance(GATES[gate], tuple):
         shapes["gate"] = parameter_shape(shape, axes, *GATES[gate])
-    if OPERATORS[name].is_linear:
+    if operator.is_linear:
         shapes |= {"kernel": (shape[-1], 2, shape[-1] // 2), "bias": (2, shape[-1] // 2)}
-    options = {} if OPERATORS[name].is_linear else {"axis": axis}
+    options = {} if operator.is_linear else {"axis": axis}
+    if form in GATED:
+        options["norm_before_gate"] = GATED[form]
     if gate == "nothing added":
         options["residual"] = None
         shapes = {n: s for n, s in shapes.items() if n not in ("residual", "x_bias")}
-    if isinstance(GATES[gate], float) and OPERATORS[name].adds:
+    if isinstance(GATES[gate], float) and operator.adds:
         options["gate"] = GATES[gate]
     return {n: workbench.normal(i, s, dtype) for i, (n, s) in enumerate(shapes.items())}, options

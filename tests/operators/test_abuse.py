@@ -1,9 +1,8 @@
-"""Tests of what operators survive: stores out of bounds, numbers near the end of their range, threads, long runs."""
+"""Tests of what operators survive: stores out of bounds, numbers near the end of their range, threads, many calls."""
 
 import concurrent.futures
 import dataclasses
-import gc
-import pathlib
+import functools
 import sys
 import threading
 
@@ -18,32 +17,17 @@ from jln._triton.target import interpreting
 from junctions import made
 from workbench import LINEAR_OPERATORS, OPERATORS
 
-NAMES = [*OPERATORS, *LINEAR_OPERATORS]
+ALL = OPERATORS | LINEAR_OPERATORS
 
 
-def problem(name, rows, width, features, dtype, parameter_dtype=None):
-    """Return (operator, operands) for x of [rows, width]; only a Linear uses `features`."""
-    if name in OPERATORS:
-        operator = OPERATORS[name]
-        return operator, workbench.arguments(operator, (rows, width), dtype, parameter_dtype=parameter_dtype)
-    operator = LINEAR_OPERATORS[name]
-    return operator, workbench.arguments(operator, (rows, width), dtype, features=(features,))
+def gradients(name, implementation, **options):
+    """Return a jitted function of arrays by name that gives the results of an operator and a loss's gradients."""
 
+    def loss(arrays):
+        results = getattr(jln, name)(**arrays, implementation=implementation, **options)
+        return sum(jnp.sum(jnp.sin(a.astype("float32"))) for a in jax.tree.leaves(results)), results
 
-def gradients(operator, implementation):
-    """Return a jitted function of the operands that gives a loss of every result and the loss's gradients."""
-
-    @jax.jit
-    def run(*operands):
-        given = [i for i, a in enumerate(operands) if a is not None]
-
-        def loss(*operands):
-            results = jax.tree.leaves(operator(*operands, implementation=implementation))
-            return sum(jnp.sum(jnp.sin(a.astype("float32"))) for a in results)
-
-        return jax.value_and_grad(loss, argnums=given)(*operands)
-
-    return run
+    return jax.jit(jax.grad(loss, has_aux=True))
 
 
 # Kernels between guard words
@@ -92,17 +76,15 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
     monkeypatch.setattr(interpreter, "run", checked)
     # A Linear of few features is fused, of many composed; wide rows in float64 need the pass for their sums, and in 16
     # bits those of an RMSNorm do not.
-    cases = [("add_layer_norm", 40, 100, 0, "float32"), ("layer_norm", 2, 9000, 0, "float64")]
-    cases += [("rms_norm", 5, 17000, 0, "bfloat16")]
-    cases += [("layer_norm_linear", 70, 100, n, "bfloat16") for n in (20, 300)]
-    for name, rows, width, features, dtype in cases:
-        operator, operands = problem(name, rows, width, features, dtype)
-        jax.block_until_ready(gradients(operator, "triton")(*operands))
+    cases = [("add_layer_norm", (40, 100), (), "float32"), ("layer_norm", (2, 9000), (), "float64")]
+    cases += [("rms_norm", (5, 17000), (), "bfloat16")]
+    cases += [("layer_norm_linear", (70, 100), (n,), "bfloat16") for n in (20, 300)]
+    for name, shape, features, dtype in cases:
+        jax.block_until_ready(gradients(name, "triton")(workbench.named(name, shape, dtype, features=features)))
     # Heads of odd sizes, between two axes of rows.
-    varies = {"gate": "over the last", "varies": "over the last"}
-    given, options = made("add_layer_norm", **varies, shape=(2, 9, 3, 37), dtype="float32")
-    function = OPERATORS["add_layer_norm"].entry.in_order(jln.add_layer_norm, tuple(given), **options)
-    jax.block_until_ready(gradients(function, "triton")(*given.values()))
+    heads = {"gate": "over the last", "varies": "over the last", "shape": (2, 9, 3, 37), "dtype": "float32"}
+    given, options = made("add_layer_norm", **heads)
+    jax.block_until_ready(gradients("add_layer_norm", "triton", **options)(given))
     assert seen == {key: set(names) for key, names in OUTPUTS.items()}
 
 
@@ -142,31 +124,34 @@ def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
     np.testing.assert_allclose(y.astype("float64"), true, rtol=0, atol=rounding)
 
 
-# Threads
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "rms_norm_linear"])
+def test_rows_whose_squares_overflow_leave_finite_numbers(name, implementation):
+    """Rows of spread 1e30, with one of which each element is 1e30, are not normalised right, and bring no NaN."""
+    arrays = workbench.named(name, (3, 100), "float32", features=(4,) if name.endswith("linear") else ())
+    arrays["x"] = (1e30 * arrays["x"]).at[1].set(1e30)
+    found = jax.tree.leaves(gradients(name, implementation)(arrays))
+    assert all(np.isfinite(a).all() for a in found)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [name for name in NAMES if (OPERATORS | LINEAR_OPERATORS)[name].subtract_mean])
+@pytest.mark.parametrize("name", [name for name in ALL if ALL[name].subtract_mean])
 def test_rows_of_one_element(name, dtype, implementation):
     """A row of one element is its mean, and its gradient exactly 0: of a sum's parts the sum's own cotangent."""
-    operator, operands = problem(name, 300, 1, 7, dtype)  # several tiles of rows, the last one ragged
-    given = [i for i, a in enumerate(operands) if a is not None]
-
-    def function(*some):
-        filled = dict(zip(given, some, strict=True))
-        return operator(*(filled.get(i) for i in range(len(operands))), implementation=implementation)
+    entry = ALL[name].entry
+    arrays = workbench.named(name, (300, 1), dtype, features=(7,) * entry.is_linear)  # several tiles, the last ragged
 
     @jax.jit
-    def pulled_back(*some):
-        results, pull = jax.vjp(function, *some)
-        cotangents = jax.tree.map(
-            lambda a: jnp.sin(jnp.arange(a.size, dtype="float32")).reshape(a.shape).astype(a.dtype), results
-        )
-        return cotangents, pull(cotangents)
+    def pulled_back(arrays):
+        results, pull = jax.vjp(lambda a: getattr(jln, name)(**a, implementation=implementation), arrays)
+        cotangents = workbench.cotangents(results)
+        return cotangents, pull(cotangents)[0]["x"]
 
-    cotangents, (dx, *_) = pulled_back(*(operands[i] for i in given))
-    is_summand = operator.adds and not operator.entry.both_sides
+    cotangents, dx = pulled_back(arrays)
+    is_summand = entry.adds and not entry.both_sides
     np.testing.assert_array_equal(dx, cotangents[-1] if is_summand else jnp.zeros_like(dx))
+
+
+# Threads and many calls
 
 
 def test_eight_threads_trace_and_run_at_once(implementation):
@@ -177,67 +162,20 @@ def test_eight_threads_trace_and_run_at_once(implementation):
     threads = 8
     barrier = threading.Barrier(threads)
 
-    def work(i):
-        found = []
-        barrier.wait(timeout=60)
-        for name in (NAMES[i % len(NAMES)], "layer_norm"):
-            operator, operands = problem(name, 3, 9 + i if name != "layer_norm" else 8, 4, "float32")
-            run = gradients(operator, implementation)
-            found += [run(*operands) for _ in range(3)]
-        return jax.tree.map(np.asarray, found)
+    def work(i, alone=False):
+        if not alone:
+            barrier.wait(timeout=60)
+        name = [*ALL][i % len(ALL)]
+        own = workbench.named(name, (3, 9 + i), "float32", features=(4,) * ALL[name].entry.is_linear)
+        shared = workbench.named("layer_norm", (3, 8), "float32")
+        runs = [(gradients(n, implementation), a) for n, a in ((name, own), ("layer_norm", shared))]
+        return [jax.tree.map(np.asarray, run(arrays)) for run, arrays in runs for _ in range(3)]
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         together = [f.result(timeout=240) for f in [pool.submit(work, i) for i in range(threads)]]
-    threads, barrier = 1, threading.Barrier(1)
     for i, found in enumerate(together):
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(work(i)), strict=True):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(work(i, alone=True)), strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-# Long runs
-
-
-def resident_bytes():
-    """Return the resident memory of this process in bytes, after garbage collection."""
-    gc.collect()
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
-
-
-def memory_stays(steps, implementation):
-    if not pathlib.Path("/proc/self/statm").exists():
-        pytest.skip("memory is read from /proc")
-    operator, operands = problem("layer_norm_linear", 64, 256, 32, "float32")
-    run = gradients(operator, implementation)
-
-    def train(steps):
-        nonlocal operands
-        for _ in range(steps):
-            _, slopes = run(*operands)
-            operands = tuple(a - 1e-4 * g for a, g in zip(operands, slopes, strict=True))
-        jax.block_until_ready(operands)
-
-    def grown():
-        before = resident_bytes()
-        train(steps)
-        return resident_bytes() - before
-
-    train(steps // 4)
-    arrays = len(jax.live_arrays())
-    # Leaking an array a step would take more than half a megabyte in 5000 steps, as the smallest array has 128 bytes;
-    # x has 64 KB, and would take 300 MB. A leak shows in every trial; an allocator takes pages only now and then.
-    assert any(grown() < max(2**19, 100 * steps) for _ in range(3))
-    assert len(jax.live_arrays()) <= arrays
-
-
-def test_memory_stays_over_5000_steps():
-    memory_stays(5000, "xla")
-
-
-@pytest.mark.heavy
-def test_memory_of_the_interpreter_stays_over_1000_steps():
-    """A step takes 0.1 s of the interpreter, and an x that each kept would still be 64 MB."""
-    memory_stays(1000, "triton")
 
 
 compilations = []
@@ -258,19 +196,16 @@ def cache_sizes():
     return sizes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm_add_rms_norm", "rms_norm_gated", "add_layer_norm_linear"])
 def test_repeated_calls_compile_nothing(name, implementation):
     """Repeated calls compile nothing and grow no cache, whether eager, jitted or differentiated."""
-    operator, operands = problem(name, 3, 10, 4, "float32")
-    run = gradients(operator, implementation)
-
-    def loss(x):
-        return jnp.sum(jax.tree.leaves(operator(x, *operands[1:], implementation=implementation))[0])
+    arrays = workbench.named(name, (3, 10), "float32", features=(4,) if name.endswith("linear") else ())
+    run = gradients(name, implementation)
 
     def once():
-        operator(*operands, implementation=implementation)
-        run(*operands)
-        jax.grad(loss)(operands[0])
+        call = functools.partial(getattr(jln, name), implementation=implementation)
+        jax.vjp(lambda a: call(**a), arrays)[1](call(**arrays))
+        run(arrays)
 
     start = len(compilations)
     once()

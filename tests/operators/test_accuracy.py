@@ -10,14 +10,14 @@ import pytest
 
 import jln
 import workbench
-from workbench import LINEAR_OPERATORS, OPERATORS, check
+from workbench import FORMS, GATED, LINEAR_OPERATORS, OPERATORS, check
 
-ALL = OPERATORS | LINEAR_OPERATORS
+ALL = OPERATORS | LINEAR_OPERATORS | FORMS | GATED
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-# 1, 2, 3: rows shorter than any tile. 127, 128, 129: either side of a power of two. 1000: a row that starts on 16 bytes
-# and is no power of two. 4096: whole rows in registers. 16385: just too wide for these. 65536: many chunks.
-WIDTHS = (1, 2, 3, 127, 128, 129, 1000, 4096, 16385, 65536)
+# 1, 3: rows shorter than any tile. 127, 129: either side of a power of two. 1000: a row that starts on 16 bytes and is
+# no power of two. 4096: whole rows in registers. 16385: just too wide for these. 65536: many chunks.
+WIDTHS = (1, 3, 127, 129, 1000, 4096, 16385, 65536)
 # 1: a tile of one row. 5: fewer rows than a tile. 1000: programs of the backward kernel take many tiles each, those of
 # 65536 elements left out: 16385 are chunks too, and a quarter of the time.
 ROWS = (1, 5, 1000)
@@ -53,19 +53,29 @@ def test_layer_norm(rows, width, dtype, implementation):
 
 
 # The tiles are those of layer_norm, so one width of each regime is enough: several rows a tile, a row a tile, a row
-# shared by two programs, chunks.
+# shared by two programs, chunks. With a gate: several programs, chunks.
 @pytest.mark.parametrize(
     ("rows", "width", "name", "dtype"),
     by_dtype(
-        (*size, name)
-        for size in [(37, 100), (5, 4096), (7, 16384), (2, 40000)]
-        for name in OPERATORS
-        if name != "layer_norm"
+        [(*size, n) for size in [(37, 100), (5, 4096), (7, 16384), (2, 40000)] for n in OPERATORS if n != "layer_norm"]
+        + [(*size, n) for size in [(150, 127), (2, 20000)] for n in (*FORMS, *GATED) if "linear" not in n]
     ),
 )
 def test_family(name, rows, width, dtype, implementation):
-    operator = OPERATORS[name]
-    check(operator, workbench.arguments(operator, (rows, width), dtype), implementation)
+    check(ALL[name], workbench.arguments(ALL[name], (rows, width), dtype), implementation)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gates_far_from_zero_are_nothing_or_all(name, implementation):
+    """Gates are right where silu(z) is 0 or z: of very negative z exp(-z) overflows, of very positive it vanishes."""
+    x, z, scale = workbench.arguments(GATED[name], (9, 100), "float32")
+    check(GATED[name], (x, 100 * z, scale), implementation)
+
+
+@pytest.mark.parametrize(("name", "width"), [("add_layer_norm_linear", 5000), ("add_rms_norm_linear", 8192)])
+def test_rows_of_float32_that_no_tile_holds_beside_another_cotangent(name, width):
+    """The cotangent of a sum has its row sums where y is made again, too, in rows of 4097 to 8192 of float32."""
+    check(ALL[name], workbench.arguments(ALL[name], (3, width), "float32", features=(512,)), "triton")
 
 
 @pytest.mark.parametrize(
@@ -106,9 +116,10 @@ def test_gradients_of_wider_parameters_keep_their_digits(dtype, implementation):
     check(operator, workbench.arguments(operator, (37, 100), dtype, parameter_dtype="float32"), implementation)
 
 
-# Spreads far from 1 and still inside float16's range; the square of 1e-3 is as large as epsilon.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("magnitude", [1e-3, 1e3])
+# Spreads far from 1 whose squares do not overflow; the square of 1e-3 is as large as epsilon.
+@pytest.mark.parametrize(
+    ("magnitude", "dtype"), [*itertools.product((1e-3, 1e3), DTYPES), *itertools.product((1e-30, 1e17), DTYPES[1:3])]
+)
 def test_small_and_large_data(dtype, magnitude, implementation):
     operator = OPERATORS["layer_norm"]
     x, *others = workbench.arguments(operator, (9, 257), dtype)
@@ -118,19 +129,23 @@ def test_small_and_large_data(dtype, magnitude, implementation):
 def optional_arguments():
     """Yield (name, features, names of absent arguments, zero_centered_scale) for every operator.
 
-    A norm has every set of absent arguments, and where it has a scale both values of `zero_centered_scale`. A Linear
-    has 64 features and 1000, one number for each strategy for a product. Behind a sum it is given all optional
-    arguments or the bias alone, since the norm's parameters play the same part as without a sum.
+    Each optional argument is absent alone, all are, and none. Behind a sum a Linear has all or the bias alone, since
+    the norm's parameters play the same part as without one. 64 features and 1000 are the two strategies for a product.
     """
-    for name, operator in ALL.items():
-        optional = [argument.name for argument in operator.entry.arguments if argument.optional]
-        for absent in itertools.chain(*(itertools.combinations(optional, k) for k in range(len(optional) + 1))):
-            if not operator.entry.is_linear:
-                for zero_centered in (False, True)[: 1 + ("scale" not in absent)]:
-                    yield name, (), absent, zero_centered
-            elif not operator.adds or absent in ((), tuple(n for n in optional if n != "bias")):
-                for features in (64, 1000):
-                    yield name, (features,), absent, False
+    for name, operator in (OPERATORS | LINEAR_OPERATORS).items():
+        optional = tuple(argument.name for argument in operator.entry.arguments if argument.optional)
+        others = tuple(n for n in optional if n not in ("scale", "bias"))
+        if operator.entry.is_linear and operator.adds:
+            sets = ((), tuple(n for n in optional if n != "bias"))
+        else:
+            sets = dict.fromkeys(((), *((n,) for n in optional), optional))
+        for absent in sets:
+            yield name, (64,) * operator.entry.is_linear, absent, False
+        if operator.entry.is_linear:
+            yield name, (1000,), (), False
+        else:
+            for absent in dict.fromkeys((others, ())):
+                yield name, (), absent, True
 
 
 def id_of(case):

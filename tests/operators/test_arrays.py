@@ -1,7 +1,5 @@
 """The table of a junction's arrays: what follows from it agrees with what the formulas do."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -54,60 +52,38 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
         assert bool(jnp.isnan(gradient).any()) == (name in reads), name
 
 
-IN_EIGHT_BITS = ("y_max", "block_scale")
-RESULTS_OF_TWO, RESULTS_OF_ONE = (
-    [name for name in RESULTS if name not in (*IN_EIGHT_BITS, others)] for others in ("mean", "x_rstd")
-)
-SUBSETS = [
-    pytest.param(both_sides, wanted, id="-".join(("both sides" if both_sides else "one side", *wanted)))
-    for both_sides, names in ((False, RESULTS_OF_ONE), (True, RESULTS_OF_TWO))
-    for n in range(1, len(names) + 1)
-    for wanted in itertools.combinations(names, n)
-]
+IN_EIGHT_BITS = {"one scale": "y_max", "blocks": "block_scale"}
+# The sides, what y is in, and what is wanted: each result by itself and all; in eight bits a part alone, too, as the
+# scales of blocks of which nobody reads the values are those of their dtype.
+WANTED = []
+for side, other in (("one side", "x_rstd"), ("both sides", "mean")):
+    every = [name for name in RESULTS if name not in (*IN_EIGHT_BITS.values(), other)]
+    WANTED += [(side, "float32", wanted) for wanted in (*([name] for name in every), every)]
+    for kind, most in IN_EIGHT_BITS.items():
+        WANTED += [(side, kind, wanted) for wanted in (["y"], ["y", most], [most], ["y", most, "total"])]
 
 
-def norm_and_operands(both_sides, h, blocks=""):
-    """Return a norm and its operands of four rows of h elements: all but z, what is behind the norm, and Linears."""
-    norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides, blocks=blocks)
-    sizes = {Shape.ROW: (4, h), Shape.COLUMN: (1, h), Shape.NUMBER: (4, 1)}
-    others = ("offset", "x_bias") if both_sides else ("x_scale",)
-    names = [n for n in OPERANDS if n not in ("z", "x_z", "added", "kernel", "bias", *others)]
-    return norm, Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
-
-
-@pytest.mark.parametrize(("both_sides", "wanted"), SUBSETS)
-def test_results_are_made_of_what_their_lines_say(both_sides, wanted):
+@pytest.mark.parametrize(("side", "kind", "wanted"), WANTED, ids=lambda a: a if isinstance(a, str) else "-".join(a))
+def test_results_are_made_of_what_their_lines_say(side, kind, wanted):
     """Whatever results are wanted, their operands are enough for the formula and for the kernels' launches."""
-    norm, operands = norm_and_operands(both_sides, 8)
-    every = Arrays(**dict.fromkeys(wanted, "float32"))
-    read = operands.only(reads_of_results(every))
-    expected = operations.forward._formula(operands, norm, every, 0)
-    results = operations.forward._formula(read, norm, every, 0)
-    for name in wanted:
-        assert jnp.array_equal(getattr(results, name), getattr(expected, name))
-    recorder = Recorder(CHIPS["h200"])
-    launched = jax.eval_shape(lambda read: launches.forward(read, norm, every, 0, recorder), read)
-    assert {*wanted} <= {*launched.present()} and recorder.launches
-
-
-@pytest.mark.parametrize("both_sides", [False, True])
-@pytest.mark.parametrize("blocks", ["", "float8_e4m3fn"], ids=["one scale", "blocks"])
-@pytest.mark.parametrize("wanted", [("y",), ("y", "max"), ("max",), ("y", "max", "total")], ids=str)
-def test_eight_bits_are_made_of_what_their_lines_say(wanted, blocks, both_sides):
-    """A part alone, too: the scales of blocks of which nobody reads the values are those of their dtype."""
-    norm, operands = norm_and_operands(both_sides, 64, blocks)
-    wanted = [{"max": "block_scale" if blocks else "y_max"}.get(name, name) for name in wanted]
-    operands = operands._replace(y_scale=None if blocks else jnp.full((1, 1), 0.25))
-    dtypes = {"y": "float8_e4m3fn", "block_scale": "uint8"}
+    both_sides = side == "both sides"
+    norm = Norm(-1, 1e-6, Switches(not both_sides), both_sides=both_sides, blocks="float8_e4m3fn" * (kind == "blocks"))
+    sizes = {Shape.ROW: (4, 64), Shape.COLUMN: (1, 64), Shape.NUMBER: (4, 1)}
+    others = ("offset", "x_bias") if both_sides else ("x_scale",)
+    names = [n for n in OPERANDS if n not in ("z", "x_z", "added", "kernel", "bias", "y_scale", *others)]
+    operands = Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
+    if kind == "one scale":
+        operands = operands._replace(y_scale=jnp.full((1, 1), 0.25))
+    dtypes = {} if kind == "float32" else {"y": "float8_e4m3fn", "block_scale": "uint8"}
     every = Arrays(**{name: dtypes.get(name, "float32") for name in wanted})
-    expected = operations.forward._formula(operands, norm, every, 0)
     read = operands.only(reads_of_results(every))
-    results = operations.forward._formula(read, norm, every, 0)
+    expected, results = (operations.forward._formula(a, norm, every, 0) for a in (operands, read))
     recorder = Recorder(CHIPS["h200"])
     launched = jax.eval_shape(lambda read: launches.forward(read, norm, every, 0, recorder), read)
+    assert recorder.launches
     for name in wanted:
-        assert jnp.array_equal(getattr(results, name), getattr(expected, name))
         formula, kernels = (getattr(of, name) for of in (results, launched))
+        assert jnp.array_equal(formula, getattr(expected, name))
         assert (formula.shape, formula.dtype) == (kernels.shape, kernels.dtype)
 
 

@@ -1,13 +1,14 @@
-"""The argument `dtype`, by which a norm's result has another dtype than x: every result against float64."""
+"""Dtypes: of a norm's result by the argument `dtype`, of gradients, and of what is computed between them."""
 
-import functools
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import catalogue
 import jln
+import matrix
 import workbench
 from workbench import OPERATORS
 
@@ -20,42 +21,22 @@ from workbench import OPERATORS
 )
 @pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm"])
 def test_every_result(name, x_dtype, dtype, rows, width, implementation):
-    operator = OPERATORS[name]
-    operands = workbench.arguments(operator, (rows, width), x_dtype, parameter_dtype="float32")
-    function = functools.partial(operator, dtype=dtype, epsilon=workbench.EPSILON)
-    ours, plain = (
-        functools.partial(function, implementation=implementation),
-        functools.partial(function, module=jln.reference),
-    )
-    cotangent = workbench.cotangents(jax.eval_shape(ours, *operands))
-    got = workbench.value_and_gradients(operator, ours, operands, cotangent)
-    assert got["y"].dtype == jnp.dtype(dtype)
-    assert {got[n].dtype for n in ("dx", "total") if n in got} == {jnp.dtype(x_dtype)}
-    true = workbench.truth(operator, operands, cotangent, total=got.get("total"))
-    workbench.assert_accurate(got, workbench.value_and_gradients(operator, plain, operands, cotangent), true)
+    operands = workbench.arguments(OPERATORS[name], (rows, width), x_dtype, parameter_dtype="float32")
+    workbench.check(OPERATORS[name], operands, implementation, dtype=dtype)
 
 
-def test_vmap_and_second_order(implementation):
-    """`vmap` keeps the result's dtype, and a second derivative, which runs through the formula, is the reference's."""
-    x, scale = workbench.normal(0, (3, 4, 16), "bfloat16"), workbench.normal(1, (3, 16), "float32")
-    norm = functools.partial(
-        jln.layer_norm, dtype="float32", epsilon=workbench.EPSILON, implementation=implementation, forward_mode=True
-    )
-    y = jax.vmap(norm)(x, scale)
-    assert y.dtype == jnp.float32
+def test_a_second_derivative(implementation):
+    """It runs through the formula, and so does the result's dtype."""
+    x, scale = workbench.normal(0, (4, 16), "float32"), workbench.normal(1, (16,), "float32")
 
-    def squared(x, s):
-        return jnp.sum(jax.grad(lambda x: jnp.sum(norm(x, s) ** 3))(x.astype("float32")) ** 2)
+    def gradient(module, **options):
+        def cubes(x, scale):
+            return jnp.sum(module.layer_norm(x, scale, dtype="float64", **options) ** 3)
 
-    def squared_plain(x, s):
-        def cube(x):
-            return jnp.sum(jln.reference.layer_norm(x, s, epsilon=workbench.EPSILON) ** 3)
+        return jax.jit(jax.grad(lambda s: jnp.sum(jax.grad(cubes)(x, s) ** 2)))(scale)
 
-        return jnp.sum(jax.grad(cube)(x.astype("float32")) ** 2)
-
-    got, wanted = (jax.grad(f, argnums=1)(x[0], scale[0]) for f in (squared, squared_plain))
-    # dozens of float32 roundings of terms as large as the largest result
-    assert jnp.max(jnp.abs(got - wanted)) <= 64 * jnp.finfo("float32").eps * jnp.max(jnp.abs(wanted))
+    got = gradient(jln, implementation=implementation, forward_mode=True)
+    np.testing.assert_allclose(got, gradient(jln.reference), rtol=1e-4)
 
 
 def test_other_names_of_a_dtype():
@@ -67,10 +48,61 @@ def test_other_names_of_a_dtype():
     assert jln.add_layer_norm(x, x.astype("float32"))[0].dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "message"),
-    [("int32", "dtype must be one of float16.*got int32"), ("bogus", "dtype must be a dtype or None; got 'bogus'")],
-)
-def test_bad_dtypes(dtype, message):
-    with pytest.raises(TypeError, match=message):
-        jln.layer_norm(jnp.ones((2, 4)), dtype=dtype)
+def test_an_offset_alone_is_added_up_in_its_own_dtype(implementation):
+    """The gradient of a float64 offset alone is a sum in float64, though y and its cotangent are in float32."""
+    operands = matrix.operands("add_layer_norm")
+    dy = workbench.normal(1, operands["x"].shape, "float32")
+
+    def y(offset):
+        options = {"dtype": "float32", "implementation": implementation}
+        return jln.add_layer_norm(**operands | {"offset": offset}, **options)[0]
+
+    (gradient,) = jax.jit(lambda offset: jax.vjp(y, offset)[1](dy))(operands["offset"])
+    np.testing.assert_allclose(gradient, np.sum(np.asarray(dy, "float64"), axis=(0, 1)), rtol=1e-14)
+
+
+def arrays_in_float32(name):
+    operator = catalogue.OPERATORS[name]
+    sizes = catalogue.sizes((3, 8), -1, (4,))
+    return {a.name: jnp.ones(a.of(sizes, "float32", "float32").shape, "float32") for a in operator.arguments}
+
+
+def loss(function, **options):
+    return lambda given: sum(jnp.sum(a.astype("float32")) for a in jax.tree.leaves(function(**given, **options)))
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("name", catalogue.OPERATORS)
+def test_strict_promotion(name, implementation, forward_mode):
+    """Operators run under strict dtype promotion with x in bfloat16 and all other arguments in float32.
+
+    Of two kernels one is in float32 and one in bfloat16. Each gradient has its argument's dtype.
+    """
+    given = arrays_in_float32(name)
+    given["x"] = given["x"].astype("bfloat16")
+    if "kernel" in given:
+        kernel, bias = given["kernel"], given.pop("bias", None)
+        given |= {"kernel": (kernel, kernel.astype("bfloat16")), "bias": (bias, None)}
+    of_ours = loss(getattr(jln, name), implementation=implementation, forward_mode=forward_mode)
+    with jax.numpy_dtype_promotion("strict"):
+        gradients = jax.jit(jax.grad(of_ours))(given)
+    chex.assert_trees_all_equal_dtypes(gradients, given)
+
+
+@pytest.mark.parametrize("name", catalogue.OPERATORS)
+def test_references_under_strict_promotion(name):
+    """References run under strict dtype promotion as without it, with x in another dtype than the other arguments."""
+    given = arrays_in_float32(name)
+    given["x"] = given["x"].astype("bfloat16")
+    of_plain = loss(getattr(jln.reference, name))
+    with jax.numpy_dtype_promotion("strict"):
+        strict = jax.jit(jax.value_and_grad(of_plain))(given)
+    chex.assert_trees_all_equal(strict, jax.jit(jax.value_and_grad(of_plain))(given))
+
+
+def test_weak_types_promote_as_arrays_do(implementation):
+    weak = jax.lax.broadcast(jnp.asarray(1.5), (3, 8))
+    assert weak.weak_type
+    residual = jnp.ones((3, 8), "bfloat16")
+    ours = jln.add_layer_norm(weak, residual, implementation=implementation)
+    chex.assert_trees_all_equal_dtypes(ours, jln.reference.add_layer_norm(weak, residual))

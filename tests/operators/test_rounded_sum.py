@@ -4,7 +4,6 @@ That sum is rounded to its dtype. The operators do so and the reference does, ji
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,10 @@ import pytest
 
 import jln
 import workbench
-from jln._junction import formulas
-from jln._junction.arrays import Arrays, Norm, Switches
 from workbench import OPERATORS
 
-DTYPES = ("float16", "bfloat16", "float32")
-PAIRS = [*itertools.product(DTYPES, DTYPES), ("float64", "float64")]
+PAIRS = [("float16", "float16"), ("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float64")]
+PAIRS += [("bfloat16", "float32"), ("float32", "float16")]
 NORMS = {"add_layer_norm": jln.reference.layer_norm, "add_rms_norm": jln.reference.rms_norm}
 RUNS = {"reference": jln.reference} | {name: jln for name in ("xla", "triton")}
 
@@ -77,35 +74,10 @@ def test_so_it_is_between_norms_on_both_sides(run, width):
     np.testing.assert_allclose(y, expected, rtol=2e-6, atol=0)
 
 
-def formula_of_other_platforms(x, residual, scale, offset):
-    """Return (y, total) of the jnp formula for platforms other than the CPU, whose formula has fences of its own."""
-    norm = Norm(axis=-1, epsilon=1e-6, switches=Switches(subtract_mean=True))
-    operands = Arrays(x, residual, scale[None, :], offset[None, :])
-    made = formulas.forward(operands, norm, Arrays(y=x.dtype, total=x.dtype), batch_dims=0)
-    return made.y, made.total
-
-
-# At a mean of 1000 neighbouring 16-bit numbers are 1 or 4 apart, so that a sum that is not rounded is another row. A
-# row in chunks is read twice.
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("function", "width"),
-    [(functools.partial(jln.add_layer_norm, implementation="triton"), 20000), (formula_of_other_platforms, 100)],
-    ids=["chunks", "formula"],
-)
-def test_so_it_is_in_chunks_and_on_other_platforms(function, width, dtype):
-    x, residual, scale, offset = workbench.arguments(OPERATORS["add_layer_norm"], (5, width), dtype, mean=1000.0)
-    y, total = jax.jit(function)(x, residual, scale, offset)
-    wide = tuple(a.astype("float64") for a in (total, scale, offset))
-    rounding = float(jnp.finfo(dtype).eps) * np.max(np.abs(y.astype("float64")))
-    np.testing.assert_allclose(y.astype("float64"), jln.reference.layer_norm(*wide), rtol=0, atol=rounding)
-
-
-@pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "eager"])
 @pytest.mark.parametrize("run", RUNS)
-def test_sums_of_denormals_are_kept(run, jitted):
+def test_sums_of_denormals_are_kept(run):
     x = jnp.full((1, 8), 2.0**-24, "float16") * jnp.arange(8, dtype="float16")[None, :]
-    _, total = function("add_layer_norm", run, jitted)(x, x)
+    _, total = function("add_layer_norm", run, True)(x, x)
     np.testing.assert_array_equal(total, np.asarray(x, "float64") * 2)
 
 

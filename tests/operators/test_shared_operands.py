@@ -44,49 +44,40 @@ def test_the_jaxlibs_that_are_wrong_are_those_that_are_named():
     assert is_wrong == (jaxlib.version.__version_info__[:3] in WRONG)
 
 
-# Each argument of each form of an operator alone of examples, and alone shared.
-CASES = [(name, argument, alone) for name, form in FORMS.items() for argument in form.names for alone in (True, False)]
-
-
-@functools.cache
-def operands(name):
-    arrays = [a.of(sizes((ROWS, H), -1, (FEATURES,)), "float32", "float32") for a in FORMS[name].arguments]
-    return {
-        a.name: workbench.normal(i, (EXAMPLES, *s.shape), "float32")
-        for i, (a, s) in enumerate(zip(FORMS[name].arguments, arrays, strict=True))
-    }
-
-
-def gradient(name, batched, wanted, module, **options):
-    """The gradients of the wanted arguments: a function of all arguments by name and of the results' cotangents."""
-    operator = FORMS[name]
-    call = operator.in_order(getattr(module, operator.name), operator.names, **options)
-
-    def loss(of_wanted, given, weights):
-        every = given | of_wanted
-        axes = [0 if n in batched else None for n in operator.names]
-        results = jax.vmap(call, axes)(*(every[n] for n in operator.names))
-        return sum(jnp.sum(r * w) for r, w in zip(jax.tree.leaves(results), weights, strict=True))
-
-    return jax.jit(lambda given, weights: jax.grad(loss)({n: given[n] for n in wanted}, given, weights))
+# Each argument alone of examples, and alone shared, of a form of each family: RMSNorm is LayerNorm with a switch.
+FAMILIES = ("add_layer_norm, x_bias and gate", "layer_norm_add", "rms_norm_gated", "rms_norm_add_rms_norm, gate")
+FAMILIES += ("rms_norm_gated, norm_before_gate=False", "layer_norm_linear", "add_layer_norm_linear, x_bias and gate")
+CASES = [(name, argument, alone) for name in FAMILIES for argument in FORMS[name].names for alone in (True, False)]
 
 
 @pytest.mark.parametrize(("name", "argument", "alone"), CASES)
 def test_each_gradient_alone(name, argument, alone):
     """Each gradient by itself is right, and all together, where one argument alone is of examples, or shared."""
-    operator = FORMS[name]
-    batched = {argument} if alone else {*operator.names} - {argument}
-    given = {n: a if n in batched else a[0] for n, a in operands(name).items()}
-    axes = [0 if n in batched else None for n in operator.names]
-    call = operator.in_order(getattr(jln, operator.name), operator.names)
-    results = jax.eval_shape(jax.vmap(call, axes), *(given[n] for n in operator.names))
-    weights = [workbench.normal(50 + i, r.shape, "float32") for i, r in enumerate(jax.tree.leaves(results))]
-    every = tuple(operator.names)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: np.asarray(a, "float64"), (given, weights))
-        true = gradient(name, batched, every, jln.reference)(*wide)
+    form, every = FORMS[name], FORMS[name].names
+    batched = {argument} if alone else {*every} - {argument}
+    axes = [0 if n in batched else None for n in every]
+    arrays = [a.of(sizes((ROWS, H), -1, (FEATURES,)), "float32", "float32") for a in form.arguments]
+    given = {
+        n: workbench.normal(i, (EXAMPLES, *a.shape) if n in batched else a.shape, "float32")
+        for i, (n, a) in enumerate(zip(every, arrays, strict=True))
+    }
+
+    def gradients(module, wanted, given, **options):
+        call = jax.vmap(form.in_order(getattr(module, form.name), every, **options), axes)
+
+        def loss(of_wanted):
+            results = jax.tree.leaves(call(*((given | of_wanted)[n] for n in every)))
+            return sum(jnp.sum(r * w) for r, w in zip(results, weights_of(results), strict=True))
+
+        return jax.grad(loss)({n: given[n] for n in wanted})
+
+    def weights_of(results):
+        return [workbench.normal(50 + i, r.shape, "float32").astype(r.dtype) for i, r in enumerate(results)]
+
+    wide = {n: a.astype("float64") for n, a in given.items()}
+    true = jax.jit(functools.partial(gradients, jln.reference, every))(wide)
     for wanted in {(n,) for n in every} | {every}:
-        got = gradient(name, batched, wanted, jln, implementation="xla")(given, weights)
+        got = jax.jit(functools.partial(gradients, jln, wanted, implementation="xla"))(given)
         for n in wanted:
             # Some hundred roundings of float32, where the fault is as large as the gradient.
             assert relative_error(got[n], np.asarray(true[n])) < 2e-5, (n, wanted)
@@ -119,8 +110,7 @@ def test_a_kernel_under_a_mean(summed, implementation):
 def test_parameters_of_examples_under_a_broadcast(axes, wanted):
     """Gradients are right where examples share x, and the cotangent of y is the same number along rows and H.
 
-    Sums over the examples of products of two broadcasts are NaN by XLA's CPU backend, plain jnp's, too; the truth here
-    has each step by itself.
+    XLA's CPU backend makes NaN of plain jnp's sums over examples of products of two broadcasts, so the truth is eager.
     """
     x, weights = workbench.normal(0, (ROWS, 2, H), "float32"), workbench.normal(1, (EXAMPLES, 1, 2, 1), "float32")
     shapes = {"scale": axes[0], "offset": axes[1]}

@@ -78,16 +78,16 @@ def test_the_last_tile_of_many_rows(rows, h, heads):
         np.testing.assert_array_equal(found[name], e, err_msg=name)
 
 
-def test_a_row_too_long_for_the_kernels_is_an_error_that_names_x():
-    x = jax.ShapeDtypeStruct((2, 2**31), "bfloat16")
-    with pytest.raises(ValueError, match=r"x of shape \(2, 2147483648\) is normalised over 2147483648 elements.*'xla'"):
-        jax.jit(lambda x: jln.layer_norm(x, implementation="triton")).lower(x)
-
-
-def test_more_programs_than_a_grid_has_are_an_error_that_names_x():
-    x = jax.ShapeDtypeStruct((2**31, 2048), "bfloat16")
-    with pytest.raises(ValueError, match=r"x of shape \(2147483648, 2048\) takes 2147483648 programs.*'xla'"):
-        jax.jit(lambda x: jln.layer_norm(x, implementation="triton")).lower(x)
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 2**31), r"x of shape \(2, 2147483648\) is normalised over 2147483648 elements.*'xla'"),
+        ((2**31, 2048), r"x of shape \(2147483648, 2048\) takes 2147483648 programs.*'xla'"),
+    ],
+)
+def test_what_is_too_large_for_the_kernels_is_an_error_that_names_x(shape, message):
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda x: jln.layer_norm(x, implementation="triton")).lower(jax.ShapeDtypeStruct(shape, "bfloat16"))
 
 
 def test_a_kernel_whose_offsets_have_more_than_32_bits_is_composed():
