@@ -6,14 +6,10 @@ It prints, as JSON, of each variant and kind of call how often its compilation w
 largest error of a gradient, as a part of the gradient's largest element in float64.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
@@ -34,64 +30,31 @@ VARIANTS = {
 }
 
 
-class Kind(NamedTuple):
-    """A loss of x, scale, offset and kernel, the same in plain jnp, where x is split, and what its mesh's axes are."""
+def kinds(settings):
+    """Return of each kind of call a loss of four arrays, the same in plain jnp, and where x is split."""
 
-    loss: Callable[..., jax.Array]
-    plain: Callable[..., jax.Array]
-    x: P = P("data")
-    axes: AxisType = AxisType.Auto
-
-
-def kinds(settings: dict[str, Any]) -> dict[str, Kind]:
-    norm, linear = (jln.layer_norm, jln.layer_norm_linear)
-
-    def plain_norm(x, scale, offset):
-        centered = x - jnp.mean(x, -1, keepdims=True)
-        rstd = jax.lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + settings["epsilon"])
-        return centered * rstd * (scale + settings["zero_centered_scale"]) + offset
-
-    def of_norm(y):
-        return jnp.sum(jnp.sin(y) * y)
-
-    def plain(x, scale, offset, kernel):
-        return of_norm(plain_norm(x, scale, offset))
-
-    def called(**more):
-        return lambda x, scale, offset, kernel: of_norm(norm(x, scale, offset, **settings, **more))
-
-    def mapped(x, scale, offset, kernel):
-        return of_norm(jax.vmap(lambda x: norm(x, scale, offset, **settings))(x))
-
-    def manual(x, scale, offset, kernel):
-        def part(x, scale, offset):
-            return norm(x, scale, offset, **settings)
-
-        specs = P("data"), P(), P()
-        return of_norm(jax.shard_map(part, in_specs=specs, out_specs=P("data"))(x, scale, offset))
-
-    def with_linear(features):
+    def of_norm(module):
         def loss(x, scale, offset, kernel):
-            return of_norm(linear(x, scale, offset, kernel[:, :features], **settings))
+            return jnp.sum(jnp.sin(module.layer_norm(x, scale, offset, **settings)) * x)
 
-        return Kind(loss, lambda x, scale, offset, kernel: of_norm(plain_norm(x, scale, offset) @ kernel[:, :features]))
+        return loss
 
+    def of_linear(module):
+        def loss(x, scale, offset, kernel):
+            return jnp.sum(jnp.sin(module.layer_norm_linear(x, scale, offset, kernel, **settings)))
+
+        return loss
+
+    plain = of_norm(jln.reference)
     return {
-        "rows": Kind(called(), plain),
-        "H": Kind(called(), plain, P(None, "model")),
-        "replicated": Kind(called(), plain, P()),
-        'implementation="xla"': Kind(called(implementation="xla"), plain),
-        "explicit axes": Kind(called(), plain, axes=AxisType.Explicit),
-        "few features": with_linear(16),
-        "many features": with_linear(256),
-        "fuse": Kind(jln.fuse(plain), plain),
-        "vmap": Kind(mapped, plain),
-        "shard_map": Kind(manual, plain),
-        "plain jnp": Kind(plain, plain),
+        "rows": (of_norm(jln), plain, P("data")),
+        "H": (of_norm(jln), plain, P(None, "model")),
+        "few features": (of_linear(jln), of_linear(jln.reference), P("data")),
+        "fuse": (jln.fuse(plain), plain, P("data")),
     }
 
 
-def main() -> None:
+def main():
     _, folder, *variants = sys.argv
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -99,25 +62,21 @@ def main() -> None:
     seen = collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.rpartition("/")[2]]))
     r = np.random.default_rng(0)
-    arrays = [r.normal(size=shape) for shape in ((ROWS, H), (H,), (H,), (H, 256))]
+    arrays = [r.normal(size=shape) for shape in ((ROWS, H), (H,), (H,), (H, 16))]
 
-    def measured(kind: Kind) -> dict[str, Any]:
-        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind.axes,) * 2)
-        with jax.set_mesh(mesh):
-            specs = kind.x, P(), P(), P()
-            operands = [
-                jax.device_put(a.astype("float32"), NamedSharding(mesh, spec))
-                for a, spec in zip(arrays, specs, strict=True)
-            ]
-            seen.clear()
-            got = jax.block_until_ready(jax.jit(jax.grad(kind.loss, (0, 1, 2)))(*operands))
-            counts = {"hits": seen["cache_hits"], "misses": seen["cache_misses"]}
+    def measured(loss, plain, spec):
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        places = [NamedSharding(mesh, s) for s in (spec, P(), P(), P())]
+        operands = jax.device_put([a.astype("float32") for a in arrays], places)
+        seen.clear()
+        got = jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(*operands))
+        counts = {"hits": seen["cache_hits"], "misses": seen["cache_misses"]}
         with jax.enable_x64(True):
-            wanted = jax.grad(kind.plain, (0, 1, 2))(*arrays)
+            wanted = jax.grad(plain, (0, 1, 2))(*arrays)
         errors = [np.abs(np.asarray(g) - w).max() / np.abs(w).max() for g, w in zip(got, wanted, strict=True)]
         return {**counts, "error": float(max(errors))}
 
-    found = {variant: {name: measured(kind) for name, kind in kinds(VARIANTS[variant]).items()} for variant in variants}
+    found = {v: {kind: measured(*of) for kind, of in kinds(VARIANTS[v]).items()} for v in variants}
     json.dump(found, sys.stdout)
 
 

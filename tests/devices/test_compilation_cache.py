@@ -21,9 +21,9 @@ SCRIPT = pathlib.Path(__file__).with_name("cached.py")
 FLAG = "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"
 
 
-def in_a_process(folder, flag, seed, *variants):
+def in_a_process(folder, flag, seed, *variants, **environment):
     """Run the script with one order of Python's sets. seed: of that order."""
-    environment = os.environ | {FLAG: flag, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+    environment |= os.environ | {FLAG: flag, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, SCRIPT, folder, *variants]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -35,12 +35,18 @@ def test_a_second_process_finds_its_own_programs_and_no_others(flag, tmp_path):
     first = in_a_process(tmp_path, flag, "1", "as usual")
     second = in_a_process(tmp_path, flag, "2", "as usual", "another epsilon", "zero-centered")
     for variant, found in (*first.items(), *second.items()):
-        assert len(found) == 11
+        assert len(found) == 4
         for kind, facts in found.items():
             assert facts["error"] < 1e-5, f"{variant}, {kind}: another program's answer"
     hits = {kind: facts["hits"] for kind, facts in second["as usual"].items()}
     assert set(hits.values()) == {1}, hits
     assert all(facts["misses"] == 0 for facts in second["as usual"].values())
+
+
+def test_the_partitioner_before_shardy(tmp_path):
+    """Gradients are right with GSPMD. A mistake in what GSPMD is told ends the process."""
+    found = in_a_process(tmp_path, "false", "1", "as usual", JAX_USE_SHARDY_PARTITIONER="0")
+    assert max(facts["error"] for facts in found["as usual"].values()) < 1e-5
 
 
 def lower(devices, scale=1.0, **settings):

@@ -1,107 +1,127 @@
-"""Norms that quantise, on a mesh: every device has the bits and the scales of its rows, and maxima are of all."""
+"""Norms and Linears in eight bits on a mesh: a device has the bits and scales of its rows, maxima are of all."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
 from matrix import communication, mesh
+from placements import put
 
+AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 KINDS = {"one scale": jln.Float8(0.03), "blocks": jln.MXFloat8(), "current": jln.Float8()}
-SPECS = {"rows": P("data"), "rows over both axes": P("data", "tensor"), "H": P(None, None, "tensor"), "whole": P()}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_on_a_mesh(kind, spec, axes, implementation):
-    x, scale = workbench.normal(0, (8, 4, 128), "float32"), workbench.normal(1, (128,), "float32")
-    over = mesh(axes)
-
-    def f(x, scale):
-        return jln.add_rms_norm(x, x, scale, quantize=KINDS[kind], implementation=implementation)
-
-    true = jax.jit(f)(x, scale)
-    placed = jax.device_put(x, NamedSharding(over, SPECS[spec]))
-    with jax.set_mesh(over):
-        compiled = jax.jit(f).lower(placed, scale).compile()
-        got = compiled(placed, scale)
-    chex.assert_trees_all_close(jax.tree.map(wide, got), jax.tree.map(wide, true), rtol=2.0**-3)
-    same = np.mean(np.asarray(got[0].values).view("u1") == np.asarray(true[0].values).view("u1"))
-    assert same == 1 if spec != "H" else same > 0.99
-    if spec in ("rows", "rows over both axes"):
-        moved, _ = communication(compiled)
-        assert {*moved} <= {"all-reduce"}, "rows are quantised where they are"
-        assert ("all-reduce" in moved) == (kind != "blocks"), "and maxima are of all of them"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_gradients_on_a_mesh(kind, spec, axes):
-    """Gradients are the plain norm's for the same cotangents, and communicated is what that communicates."""
-    x, scale = workbench.normal(0, (8, 4, 128), "float32"), workbench.normal(1, (128,), "float32")
-    dy, over = workbench.normal(2, x.shape, "float32"), mesh(axes)
-
-    def gradients(quantize):
-        def f(x, scale, dy):
-            def y(x, scale):
-                y, total = jln.add_rms_norm(x, x, scale, quantize=quantize)
-                return (y if quantize is None else y.dequantized()), total
-
-            return jax.vjp(y, x, scale)[1]((dy, dy))
-
-        return jax.jit(f)
-
-    placed = [jax.device_put(a, NamedSharding(over, SPECS[spec])) for a in (x, dy)]
-    with jax.set_mesh(over):
-        ours, plain = (gradients(q).lower(placed[0], scale, placed[1]).compile() for q in (KINDS[kind], None))
-        got = ours(placed[0], scale, placed[1])
-    chex.assert_trees_all_close(jax.device_get(got), gradients(None)(x, scale, dy), rtol=1e-5, atol=1e-5)
-    if spec in ("rows", "rows over both axes"):
-        assert communication(ours)[0] == communication(plain)[0]
-
-
-def test_gradients_in_a_shard_map(implementation):
-    """The carrier varies over the mesh as the values do, and a shared scale's gradient is added up over it."""
-    x, scale, over = workbench.normal(0, (8, 64), "float32"), workbench.normal(1, (64,), "float32"), mesh()
-
-    def gradients(quantize):
-        def f(x, scale):
-            y = jln.rms_norm(x, scale, quantize=quantize, implementation=implementation)
-            return y if quantize is None else y.dequantized()
-
-        def loss(x, scale):
-            y = jax.shard_map(f, mesh=over, in_specs=(P("data"), P()), out_specs=P("data"))(x, scale)
-            return jnp.sum(y * x)
-
-        return jax.jit(jax.grad(loss, (0, 1)))(x, scale)
-
-    dx, dscale = gradients(jln.Float8(0.03))
-    numbers = jln.rms_norm(x, scale, quantize=jln.Float8(0.03)).dequantized()
-    plain_dx, plain_dscale = gradients(None)
-    chex.assert_trees_all_close(dx - numbers, plain_dx - jln.rms_norm(x, scale), rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(dscale, plain_dscale, rtol=1e-5, atol=1e-5)
+SPECS = {"rows": P("data"), "rows over both axes": P("data", "tensor"), "H": P(None, None, "tensor")}
 
 
 def wide(a):
     return np.asarray(a).astype("float32")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("axes", AXES)
+def test_on_a_mesh(kind, spec, axes, implementation):
+    """Results are those of one device. Gradients are the plain norm's for the same cotangents, and send as much."""
+    arrays = {"x": (8, 4, 128), "scale": (128,), "dy": (8, 4, 128)}
+    arrays = {n: workbench.normal(i, shape, "float32") for i, (n, shape) in enumerate(arrays.items())}
+    over = mesh(AXES[axes])
+    given = put(arrays, dict.fromkeys(("x", "dy"), SPECS[spec]), over)
+
+    def forward(x, scale, dy, quantize=KINDS[kind]):
+        return jln.add_rms_norm(x, x, scale, quantize=quantize, implementation=implementation)
+
+    def gradients(x, scale, dy, quantize=KINDS[kind]):
+        def widened(x, scale):
+            y, total = forward(x, scale, dy, quantize)
+            return (y if quantize is None else y.dequantized()), total
+
+        return jax.vjp(widened, x, scale)[1]((dy, dy))
+
+    def compiled(f, given, **how):
+        return jax.jit(lambda given: f(**given, **how)).lower(given).compile()
+
+    with jax.set_mesh(over):
+        program, backward, plain = (
+            compiled(forward, given),
+            compiled(gradients, given),
+            compiled(gradients, given, quantize=None),
+        )
+        got, got_gradients = program(given), backward(given)
+    true = jax.jit(forward)(**arrays)
+    chex.assert_trees_all_close(jax.tree.map(wide, got), jax.tree.map(wide, true), rtol=2.0**-3)
+    same = np.mean(np.asarray(got[0].values).view("u1") == np.asarray(true[0].values).view("u1"))
+    assert same == 1 if spec != "H" else same > 0.99
+    true = compiled(gradients, arrays, quantize=None)(arrays)
+    chex.assert_trees_all_close(jax.device_get(got_gradients), true, rtol=1e-5, atol=1e-5)
+    if spec != "H":
+        moved, _ = communication(program)
+        assert {*moved} <= {"all-reduce"}, "rows are quantised where they are"
+        assert ("all-reduce" in moved) == (kind != "blocks"), "and maxima are of all of them"
+        assert communication(backward)[0] == communication(plain)[0]
+
+
 def test_in_a_shard_map(implementation):
-    """Inside of it the largest number is that of a device's own rows."""
-    x, over = workbench.normal(0, (8, 64), "float32"), mesh()
+    """The largest number is that of a device's own rows, and a shared scale's gradient is added up over the mesh.
 
-    def f(x):
-        q = jln.rms_norm(x, quantize=jln.Float8(0.03), implementation=implementation)
-        return q.values, q.amax[None]
+    The carrier varies over the mesh as the values do.
+    """
+    x, scale, over = workbench.normal(0, (8, 64), "float32"), workbench.normal(1, (64,), "float32"), mesh()
 
-    values, amax = jax.jit(jax.shard_map(f, mesh=over, in_specs=P("data"), out_specs=P("data")))(x)
-    true = [jln.rms_norm(part, quantize=jln.Float8(0.03), implementation=implementation) for part in jnp.split(x, 4)]
+    def norm(x, scale, quantize=KINDS["one scale"]):
+        return jln.rms_norm(x, scale, quantize=quantize, implementation=implementation)
+
+    def spread(f):
+        return jax.shard_map(f, mesh=over, in_specs=(P("data"), P()), out_specs=P("data"))
+
+    @jax.jit
+    def results(x, scale):
+        def f(x, scale):
+            q = norm(x, scale)
+            return q.values, q.amax[None]
+
+        return spread(f)(x, scale)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(spread(f)(*a) * jnp.cos(x)), (0, 1)))(x, scale)
+
+    values, amax = results(x, scale)
+    true = [norm(part, scale) for part in jnp.split(x, 4)]
     np.testing.assert_array_equal(amax, [q.amax for q in true])
     np.testing.assert_array_equal(wide(values), np.concatenate([wide(q.values) for q in true]))
+    got = gradients(lambda x, scale: norm(x, scale).dequantized())
+    chex.assert_trees_all_close(got, gradients(lambda x, scale: norm(x, scale, None)), rtol=1e-5, atol=1e-5)
+
+
+QUANTIZE = {"blocks": jln.MXFloat8(), "current scale": jln.Float8(), "given scale": jln.Float8(0.01)}
+SPLIT = {
+    "rows and features": {"x": P("data"), "kernel": P(None, "tensor"), "bias": P("tensor")},
+    "sequences": {"x": P(None, "data"), "kernel": P(None, "tensor"), "bias": P("tensor")},
+    "H": {"x": P("data", None, "tensor"), "kernel": P("tensor"), "scale": P("tensor")},
+}
+
+
+# Of 64 rows a device has half a block where four devices split them.
+@pytest.mark.parametrize("rows", [128, 64])
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("split", SPLIT)
+@pytest.mark.parametrize("how", QUANTIZE)
+def test_linears_on_a_mesh(how, split, axes, rows, implementation):
+    """Scales are of the whole, and a block of the whole array, whatever a device has of it."""
+    arrays = workbench.named("layer_norm_linear", (4, rows, 64), "float32", features=(64,))
+
+    def results(arrays, implementation=None):
+        def loss(arrays):
+            y = jln.layer_norm_linear(**arrays, quantize=QUANTIZE[how], implementation=implementation)
+            return jnp.sum(jnp.sin(y.y if isinstance(y, jln.Scaled) else y)), y
+
+        return jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays))
+
+    expected, on = results(arrays), mesh(AXES[axes])
+    with jax.set_mesh(on):
+        got = results(put(arrays, SPLIT[split], on), implementation)
+    chex.assert_trees_all_close(got, expected, rtol=2e-3, atol=2e-3)

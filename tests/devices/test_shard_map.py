@@ -10,15 +10,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
-from catalogue import OPERATORS
+from catalogue import FORMS
 from jln._core.operation import Operation
-from matrix import loss_by_name, mesh, operands
+from matrix import OPTIONAL, along, bind, every, gradient, loss_by_name, mesh, operands
+from placements import CLOSE, by_role, placed, put, reference
 
-CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-
-if len(jax.devices()) < 8:
-    pytest.skip("needs eight devices", allow_module_level=True)
-
+# One operator for each kind of operands.
+NORMS = ("layer_norm", "add_rms_norm", "rms_norm_gated", "rms_norm_add_rms_norm")
+LINEARS = ("layer_norm_linear", "add_rms_norm_linear")
 # How operands are split, by their roles. "rows": the parameters are shared. "features": a device has y and dy of its
 # own features, and dx is added up. "rows and parameters": every device of the second mesh axis has parameters of its
 # own, which have an axis for it in front.
@@ -30,24 +29,25 @@ SPLITS = {
         **dict.fromkeys(("scale", "offset", "kernel", "bias"), P("tensor")),
     },
 }
-CASES = [(name, split) for split in SPLITS for name, o in OPERATORS.items() if o.is_linear or split != "features"]
+CASES = [(name, split) for split in SPLITS for name in (*NORMS, *LINEARS) if name in LINEARS or split != "features"]
 
 
-def placed(name, split):
-    """Return the operands by name, how each is split, and the names of those with an axis of the mesh in front."""
-    roles = {a.name: a.role for a in OPERATORS[name].arguments}
-    own = [n for n, role in roles.items() if split == "rows and parameters" and role != "activation"]
-    given = {n: jnp.stack([a, 2 * a]) if n in own else a for n, a in operands(name).items()}
-    return given, {n: SPLITS[split].get(roles[n], P()) for n in given}, own
+def compare(ours, given, plain, arrays, **close):
+    """Compare losses of arguments by name, and all gradients: ours of what is given, and plain jnp's of the arrays."""
+    got, expected = (jax.jit(jax.value_and_grad(f))(a) for f, a in ((ours, given), (plain, arrays)))
+    chex.assert_trees_all_close(got, expected, **(close or CLOSE))
 
 
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_gradients_of_what_devices_share_are_added_up(name, split, implementation):
     """Gradients of what devices share are added up over the devices, and no others are.
 
-    The loss is taken of all results outside of the `shard_map`, or of each device's results and added up inside.
+    The loss is taken of all results outside of the `shard_map`, or of each device's results and added up inside. A
+    result that varies is not taken for a copy.
     """
-    given, specs, own = placed(name, split)
+    specs = by_role(name, SPLITS[split])
+    own = [n for n in specs if specs[n] == P("tensor") and split == "rows and parameters"]
+    given = {n: jnp.stack([a, 2 * a]) if n in own else a for n, a in operands(name).items()}
     function = functools.partial(getattr(jln, name), implementation=implementation)
     shard = functools.partial(jax.shard_map, mesh=mesh(), in_specs=(specs,))
 
@@ -62,58 +62,54 @@ def test_gradients_of_what_devices_share_are_added_up(name, split, implementatio
 
         def local(arrays):
             result = function(**arrays)
-            if split == "rows" or not OPERATORS[name].adds:
+            if split == "rows" or not FORMS[name].adds:
                 return result
             y, total = result  # total varies, as all results do, wherever any argument does
             return y, jax.lax.pmean(total, "tensor")
 
         of_y = P("data", "tensor") if split == "rows" else P(None, None, "tensor")
-        out_specs = OPERATORS[name].packed(
-            of_y if r.name == "y" or split == "rows" else P() for r in OPERATORS[name].results
-        )
+        out_specs = FORMS[name].packed(of_y if r.name == "y" or split == "rows" else P() for r in FORMS[name].results)
         sharded = loss_by_name(lambda **arrays: shard(local, out_specs=out_specs)(arrays))
+        with pytest.raises(ValueError, match="out_specs"):
+            shard(lambda arrays: function(**arrays), out_specs=P())(given)
 
     def plain(arrays):
         whole = loss_by_name(getattr(jln.reference, name))
         return sum(whole(arrays | {n: arrays[n][i] for n in own}) for i in (range(2) if own else [0]))
 
-    ours, expected = (jax.jit(jax.value_and_grad(f))(given) for f in (sharded, plain))
-    chex.assert_trees_all_close(ours, expected, **CLOSE)
+    compare(sharded, given, plain, given)
 
 
-@pytest.mark.parametrize(("name", "split"), [c for c in CASES if c[1] != "rows and parameters"])
-def test_a_result_that_varies_is_not_taken_for_a_copy(name, split, implementation):
-    given, specs, _ = placed(name, split)
-    function = functools.partial(getattr(jln, name), implementation=implementation)
-    with pytest.raises(ValueError, match="out_specs"):
-        jax.shard_map(lambda a: function(**a), mesh=mesh(), in_specs=(specs,), out_specs=P())(given)
-
-
+H_AND_FEATURES = {"activation": P("data", None, "tensor"), "kernel": P(None, "tensor")}
 # Axes of a mesh with a pipeline's stages, in several orders. All but "stage" are left to the compiler.
 STAGED = [("stage", "data", "tensor"), ("data", "stage", "tensor"), ("data", "tensor", "stage")]
 
 
-def by_stages(name, axes, given):
-    """Return (loss, gradients) of two stages, each with its own arrays, twice: by a `shard_map` and by plain jnp."""
+def compare_stages(name, given, specs, axes=STAGED[0], of_y=None, implementation=None, **close):
+    """Compare two stages, each with its own arrays: in a `shard_map`, and by plain jnp one after the other.
+
+    specs: how arrays are split, beside the stages in front. of_y: how y is asked for; then the order of rows matters.
+    """
     staged = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
     given = {n: jnp.stack([a, 2 * a]) for n, a in given.items()}
-    roles = {a.name: a.role for a in OPERATORS[name].arguments}
-    on = {"activation": P("stage", "data", None, "tensor"), "kernel": P("stage", None, "tensor")}
-    put = {n: jax.device_put(a, NamedSharding(staged, on.get(roles[n], P("stage")))) for n, a in given.items()}
+    specs = {n: P("stage", *specs.get(n, ())) for n in given}
+    weighed = functools.partial(jnp.cumsum, axis=2) if of_y else lambda results: results
 
     def stage(arrays):
-        results = getattr(jln, name)(**{n: a[0] for n, a in arrays.items()})
-        return jax.tree.map(lambda a: a[None], results)
+        of_one = {n: a[0] for n, a in arrays.items()}
+        return jax.tree.map(lambda a: a[None], getattr(jln, name)(**of_one, implementation=implementation))
 
-    def staged_results(**arrays):
-        specs = {"mesh": staged, "in_specs": P("stage"), "out_specs": P("stage"), "axis_names": {"stage"}}
-        return jax.shard_map(stage, **specs)(arrays)
+    def in_stages(**arrays):
+        how = {"mesh": staged, "in_specs": P("stage"), "out_specs": P("stage"), "axis_names": {"stage"}}
+        results = jax.shard_map(stage, **how)(arrays)
+        return weighed(
+            jax.lax.with_sharding_constraint(results, NamedSharding(staged, P("stage", *of_y))) if of_y else results
+        )
 
     def one_by_one(**arrays):
-        of_each = [getattr(jln.reference, name)(**{n: a[i] for n, a in arrays.items()}) for i in range(2)]
-        return jax.tree.map(lambda *a: jnp.stack(a), *of_each)
+        return weighed(jax.vmap(lambda arrays: getattr(jln.reference, name)(**arrays))(arrays))
 
-    return (jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((staged_results, put), (one_by_one, given)))
+    compare(loss_by_name(in_stages), put(given, specs, staged), loss_by_name(one_by_one), given, **close)
 
 
 @pytest.fixture(params=["jnp", "kernels"])
@@ -124,90 +120,111 @@ def by(request, monkeypatch):
 
 
 @pytest.mark.parametrize("axes", STAGED, ids="-".join)
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", (*NORMS, *LINEARS))
 def test_over_some_axes(name, axes, by):
     """Each stage has parameters of its own; the compiler splits its rows, and H too where no kernels run."""
-    chex.assert_trees_all_close(*by_stages(name, axes, operands(name)), **CLOSE)
+    compare_stages(name, operands(name), by_role(name, H_AND_FEATURES), axes)
 
 
-@pytest.mark.parametrize("name", [name for name, o in OPERATORS.items() if o.is_linear])
+# Norm and few features are one operation in float32, whose dx is a sum over the features; its kernels are interpreted.
+IN_ONE = {"rtol": 1e-3, "atol": 1e-3}
+
+
+@pytest.mark.parametrize("name", LINEARS)
 def test_few_features_over_some_axes(name, by):
-    """The norm and few features are one operation in float32, whose dx is a sum over the features."""
     given = {n: a.astype("float32") for n, a in operands(name).items()}
-    chex.assert_trees_all_close(*by_stages(name, STAGED[0], given), rtol=1e-3, atol=1e-3)
+    compare_stages(name, given, by_role(name, H_AND_FEATURES), **IN_ONE)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm_linear"])
+def test_kernels_over_some_axes(name):
+    given = {n: a.astype("float32") for n, a in operands(name).items()}
+    compare_stages(name, given, by_role(name, {"activation": P("data")}), implementation="triton", **IN_ONE)
 
 
 def test_few_features_of_examples_over_some_axes(by):
     """The compiler adds up the Linear's gradients over the devices that split the examples, and not the scale's."""
     given = {n: a.astype("float32") for n, a in operands("rms_norm_linear").items()}
     given["scale"] = jnp.stack([given["scale"] * f for f in range(1, len(given["x"]) + 1)])[:, None]
-    specs = {"x": P("stage", "data", "tensor"), "scale": P("stage", "data")}
-    staged = jax.make_mesh((2, 2, 2), STAGED[0], axis_types=(AxisType.Auto,) * 3)
-    given = {n: jnp.stack([a, 2 * a]) for n, a in given.items()}
-    put = {n: jax.device_put(a, NamedSharding(staged, specs.get(n, P("stage")))) for n, a in given.items()}
-
-    def of_stage(arrays):
-        return jln.rms_norm_linear(**{n: a[0] for n, a in arrays.items()})[None]
-
-    def staged_results(**arrays):
-        how = {"mesh": staged, "in_specs": P("stage"), "out_specs": P("stage"), "axis_names": {"stage"}}
-        return jax.shard_map(of_stage, **how)(arrays)
-
-    def one_by_one(**arrays):
-        return jax.vmap(lambda a: jln.reference.rms_norm_linear(**a))(arrays)
-
-    got, expected = (
-        jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((staged_results, put), (one_by_one, given))
-    )
-    chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-3)
+    specs = {"x": P("data", "tensor"), "scale": P("data")}
+    compare_stages("rms_norm_linear", given, specs, **IN_ONE)
 
 
 def test_sequence_parallelism_over_some_axes(by):
     """The compiler gathers x for the forward operation of few features; the backward one has the whole kernel."""
-    staged = jax.make_mesh((2, 2, 2), STAGED[0], axis_types=(AxisType.Auto,) * 3)
-    given = {n: jnp.stack([a, 2 * a]).astype("float32") for n, a in operands("layer_norm_linear").items()}
-    specs = {"x": P("stage", "data", "tensor"), "kernel": P("stage", None, "tensor")}
-    put = {n: jax.device_put(a, NamedSharding(staged, specs.get(n, P("stage")))) for n, a in given.items()}
-
-    def of_stage(arrays):
-        return jln.layer_norm_linear(**{n: a[0] for n, a in arrays.items()})[None]
-
-    def by_features(**arrays):
-        y = jax.shard_map(of_stage, mesh=staged, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"})(
-            arrays
-        )
-        y = jax.lax.with_sharding_constraint(y, NamedSharding(staged, P("stage", "data", None, "tensor")))
-        return jnp.cumsum(y, 2)  # so that a row's place matters
-
-    def one_by_one(**arrays):
-        return jnp.cumsum(jax.vmap(lambda a: jln.reference.layer_norm_linear(**a))(arrays), 2)
-
-    got, expected = (
-        jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((by_features, put), (one_by_one, given))
-    )
-    chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-3)
+    given = {n: a.astype("float32") for n, a in operands("layer_norm_linear").items()}
+    specs = {"x": P("data", "tensor"), "kernel": P(None, "tensor")}
+    compare_stages("layer_norm_linear", given, specs, of_y=P("data", None, "tensor"), **IN_ONE)
 
 
 # Which operands differ between the examples of a vmap, by their roles.
 EXAMPLES = [("activation",), ("activation", "kernel"), ("activation", "scale", "bias"), ("kernel", "scale")]
-OF_EXAMPLES = [(n, own) for n, o in OPERATORS.items() for own in EXAMPLES if o.is_linear or "kernel" not in own]
+OF_EXAMPLES = [(n, own) for n in (*NORMS, *LINEARS) for own in EXAMPLES if n in LINEARS or "kernel" not in own]
 
 
 @pytest.mark.parametrize("forward_mode", [False, True], ids=["reverse", "forward"])
 @pytest.mark.parametrize(("name", "own"), OF_EXAMPLES)
 def test_under_a_vmap_that_splits_its_examples(name, own, forward_mode):
     """`spmd_axis_name` has the operands with examples, and no others, vary over a mesh axis inside of a `shard_map`."""
-    roles = {a.name: a.role for a in OPERATORS[name].arguments}
+    roles = {a.name: a.role for a in FORMS[name].arguments}
     given = {n: jnp.stack([a, 2 * a]) if roles[n] in own else a for n, a in operands(name).items()}
-    specs = {n: P("data") if roles[n] == "activation" else P() for n in given}
     axes = {n: 0 if roles[n] in own else None for n in given}
     function = functools.partial(getattr(jln, name), forward_mode=forward_mode)
+    specs = by_role(name, {"activation": P("data")})
     shard = jax.shard_map(lambda a: function(**a), mesh=mesh(), in_specs=(specs,), out_specs=P("data"))
 
     def loss(of_one, **how):
         return loss_by_name(lambda **arrays: jax.vmap(of_one, (axes,), **how)(arrays))
 
-    spread = loss(shard, spmd_axis_name="tensor")
     plain = loss(lambda a: getattr(jln.reference, name)(**a))
-    ours, expected = (jax.jit(jax.value_and_grad(f))(given) for f in (spread, plain))
-    chex.assert_trees_all_close(ours, expected, **CLOSE)
+    compare(loss(shard, spmd_axis_name="tensor"), given, plain, given)
+
+
+# A `shard_map` over "data", which splits the rows, that leaves "tensor" explicit.
+
+TRANSFORMED = {
+    "gradient": lambda f, a: jax.jit(gradient(f, a))(*a),
+    "eager": lambda f, a: (f(*a), gradient(f, a)(*a)),  # where JAX does not evaluate `auto_axes` itself
+    "second derivative": lambda f, a: jax.jit(jax.grad(along(f, a), every(a)))(*a),
+    "jvp": lambda f, a: jax.jit(lambda *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1])(*a),
+}
+LEFT_EXPLICIT = [("gradient", name, "rows over both axes") for name in NORMS]
+LEFT_EXPLICIT += [("gradient", "add_layer_norm, x_bias and gate", "rows over both axes")]
+LEFT_EXPLICIT += [("gradient", name, "rows and columns") for name in LINEARS]
+LEFT_EXPLICIT += [(how, n, "rows") for how in list(TRANSFORMED)[1:] for n in ("add_rms_norm", "layer_norm_linear")]
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize(("how", "name", "placement"), LEFT_EXPLICIT)
+def test_axes_left_explicit(how, name, placement, forward_mode):
+    """Derivatives are right, also of what the devices of "data" share. JAX itself has none of `auto_axes` there."""
+    on = mesh(AxisType.Explicit)
+    _, arrays, given = placed(name, placement, on)
+    function, _ = bind(name, OPTIONAL[name], forward_mode=forward_mode)
+    in_specs = tuple(by_role(name, {"activation": P("data")}).values())
+    spread = jax.shard_map(function, mesh=on, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
+    with jax.set_mesh(on):
+        if how == "jvp" and not forward_mode:
+            with pytest.raises(TypeError, match="forward_mode=True"):
+                TRANSFORMED[how](spread, given)
+            return
+        found = TRANSFORMED[how](spread, given)
+    expected = TRANSFORMED[how](bind(name, OPTIONAL[name], jln.reference)[0], arrays)
+    chex.assert_trees_all_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_a_scale_from_around_where_axes_are_left_explicit(compiled):
+    """The gradient of a scale that the function in the `shard_map` closes over is right."""
+    on = mesh(AxisType.Explicit)
+    function, _, given = placed("rms_norm", "rows", on)
+
+    def around(x, scale):
+        how = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
+        return jax.shard_map(lambda x: function(x, scale), **how)(x)
+
+    with jax.set_mesh(on):
+        found = gradient(around, given)
+        gradients = (jax.jit(found) if compiled else found)(*given)
+    chex.assert_trees_all_close(gradients, reference("rms_norm"), **CLOSE)
+    assert [jax.typeof(g) for g in gradients] == [jax.typeof(a) for a in given]

@@ -9,7 +9,7 @@ OF_USERS = "jln/_operators/eight_bits.py"
 TESTS = "tests/operators/test_eight_bits.py::"
 MODULE = "jln/_modules.py"
 CALL = "jln/_operators/call.py"
-MODULES = "tests/modules/test_quantizing.py::"
+MODULES = "tests/modules/test_linears.py::"
 STRAIGHT = "tests/operators/test_straight_through.py::"
 
 
@@ -99,11 +99,11 @@ EIGHT_BITS = [
            "scale", (f"{STRAIGHT}test_results_of_control_flow[a scan-given scale]",)),
     Mutant("a module's own code where eight bits are asked for", MODULE,
            "        if quantize is not None:\n            raise", "        if False:\n            raise",
-           (f"{MODULES}test_what_the_frameworks_own_code_computes_is_refused",)),
+           (f"{MODULES}test_eight_bits_of_what_the_frameworks_own_code_computes_are_refused",)),
     Mutant("a module that makes no parameters where it quantises", MODULE, "            self.own(total)  # makes",
-           "            pass  # makes", (f"{MODULES}test_linears[blocks-linen-RMSNormLinear]",)),
+           "            pass  # makes", (f"{MODULES}test_results_and_gradients_in_eight_bits_are_the_operators[linen-RMSNorm-MXFloat8]",)),
     Mutant("a module without the largest number", MODULE, "y if results.y_max is None else Scaled(y, results.y_max)",
-           "y", (f"{MODULES}test_several_linears",)),
+           "y", (f"{MODULES}test_several_linears_in_eight_bits",)),
     Mutant("H split where a row is quantised", t.PARTITIONED, "whole = layout.whole if may_split_h",
            "whole = () if may_split_h", (f"{MESH}[xla-auto-H-blocks]", f"{MESH}[xla-auto-H-one scale]")),
     Mutant("the scales of all blocks on every device", CALL, "block_scale=PartitionSpec(*specs.x[:-1])",

@@ -31,5 +31,5 @@ ROWS_GATHERED = [
            "z = None if pulled.y is None else jnp.concatenate([pulled.y] * 4, 1)", GATHERED),
     Mutant("rows not gathered where kernels run", t.LINEAR_LAUNCH,
            "dtype is not None and not (batch_dims or gathered)", "dtype is not None and not batch_dims",
-           ("tests/devices/test_sharded_kernels.py::test_sequence_parallelism",)),
+           (f"{t.SEQUENCE}test_kernels_normalise_each_devices_rows",)),
 ]  # fmt: skip
