@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
@@ -32,8 +31,13 @@ from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))  # behind PYTHONPATH, on which another commit's package is
 
-# x's, the residual's and z's, the parameters'.
+import compiler  # noqa: E402
+from catalogue import FORMS  # noqa: E402
+from launches import Case, launches  # noqa: E402
+
+# x's; the residual's, z's and the kernel's; the parameters'.
 DTYPES = (
     ("bfloat16", "bfloat16", "bfloat16"),
     ("bfloat16", "float32", "float32"),
@@ -44,87 +48,31 @@ DTYPES = (
 # Rows of one tile, many a tile and masked; of 16 warps; in two and in many chunks.
 SHAPES = ((4096, 64), (515, 1000), (2048, 4096), (2048, 8192), (300, 16384), (64, 40000))
 # Examples and heads, whose parameters are their own.
-OF_EXAMPLES = (((4, 300, 768), (4, 1, 768)), ((300, 4, 256), (1, 4, 256)))
+OF_GROUPS = (((4, 300, 768), (4, 1, 768)), ((300, 4, 256), (1, 4, 256)))
 FEATURES = (7, 64, 136, 256, 512)
 CHIPS = ("h200", "a100", "b200", "mi300x")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A form of an operator, at a size, in dtypes, with the letters of the gradients that are taken."""
-
-    form: str
-    shape: tuple[int, ...]
-    dtypes: tuple[str, str, str]
-    chip: str
-    wanted: str = "all"
-    of_examples: tuple[int, ...] = ()
-    features: int = 0
-    over: tuple[int | None, ...] = ()
-
-
 def cases() -> Iterator[Case]:
-    from catalogue import FORMS
-
+    """All calls that are compared."""
     for name, form in FORMS.items():
         if form.is_linear:
             for n, dtypes, chip in itertools.product(FEATURES, DTYPES[:4], CHIPS):
                 for h in (768, 1023) if chip == "h200" else (768,):
-                    yield Case(name, (8192, h), dtypes, chip, features=n)
+                    yield Case(name, (8192, h), dtypes, chip, features=(n,))
             for wanted in ("x", "kernel", "bias", "scale"):
-                yield Case(name, (8192, 768), DTYPES[0], "h200", wanted, features=64)
+                yield Case(name, (8192, 768), DTYPES[0], "h200", wanted, features=(64,))
             continue
         for shape, dtypes in itertools.product(SHAPES, DTYPES):
             yield Case(name, shape, dtypes, "h200")
         for chip, shape in itertools.product(CHIPS[1:], SHAPES[1:]):
             yield Case(name, shape, DTYPES[0], chip)
-        for wanted in form.names:
-            for shape in SHAPES[2:5]:
-                yield Case(name, shape, DTYPES[0], "h200", wanted)
-        for shape, of in OF_EXAMPLES:
-            yield Case(name, shape, DTYPES[0], "h200", of_examples=of)
+        for wanted, shape in itertools.product(form.names, SHAPES[2:5]):
+            yield Case(name, shape, DTYPES[0], "h200", wanted)
+        for shape, of in OF_GROUPS:
+            yield Case(name, shape, DTYPES[0], "h200", of_groups=of)
         for over in ((0, None), (None, 0)):
             yield Case(name, (300, 4096), DTYPES[0], "h200", over=over)
-
-
-def launches(case: Case) -> list[Any]:
-    """The launches of the case's value and gradients, none of them made."""
-    import jax
-    import jax.numpy as jnp
-
-    from catalogue import FORMS
-    from jln._triton.chip import CHIPS as ALL
-    from jln._triton.target import Recorder, using
-
-    jax.config.update("jax_enable_x64", True)
-    form = FORMS[case.form]
-    of_x, of_rows, of_parameters = case.dtypes
-    h = case.shape[-1]
-    shapes = {
-        "x": (case.shape, of_x), "residual": (case.shape, of_rows), "z": (case.shape, of_rows),
-        "kernel": ((h, case.features), of_x), "bias": ((case.features,), of_parameters),
-        "x_bias": ((h,), of_parameters),
-    }  # fmt: skip
-    own = case.of_examples or (h,)
-    arrays = [jax.ShapeDtypeStruct(*shapes.get(name, (own, of_parameters))) for name in form.names]
-    names = [form.names.index(case.wanted)] if case.wanted != "all" else list(range(len(form.names)))
-    if case.over:
-        front = {name: case.over[name not in ("x", "residual", "z")] for name in form.names}
-        arrays = [
-            a if front[n] is None else jax.ShapeDtypeStruct((4, *a.shape), a.dtype)
-            for n, a in zip(form.names, arrays, strict=True)
-        ]
-
-    def loss(*given):
-        call = form.in_order(form.function, implementation="triton")
-        if case.over:
-            call = jax.vmap(call, in_axes=[front[name] for name in form.names])
-        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in jax.tree.leaves(call(*given)))
-
-    with using(recorder := Recorder(ALL[case.chip])):
-        platform = ALL[case.chip].platform
-        jax.jit(jax.value_and_grad(loss, argnums=names)).trace(*arrays).lower(lowering_platforms=(platform,))
-    return recorder.launches
 
 
 def triton_ir(launch: Any) -> str:
@@ -160,12 +108,11 @@ def without_names(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
 
 
-_known: dict[Any, tuple[str, bytes]] = {}
+_known: dict[Any, tuple[str, tuple[Any, ...] | None]] = {}
 
 
-def described(case: Case, by_ptx: bool) -> tuple[Case, list[dict[str, Any]]]:
+def described(case: Case, by_ptx: bool) -> list[dict[str, Any]]:
     """The description of each launch of a case: all that there is to compare."""
-    import compiler
     from jln._triton.lowering import source
 
     made = []
@@ -177,41 +124,22 @@ def described(case: Case, by_ptx: bool) -> tuple[Case, list[dict[str, Any]]]:
         }  # fmt: skip
         key = (source(launch).hash(), dataclasses.astuple(launch.tile), launch.chip, by_ptx)
         if key not in _known:
-            ir = triton_ir(launch)
-            digest = hashlib.sha256(ir.encode()).hexdigest()
-            compiled = compiler.compile_launch(launch) if by_ptx else None
-            facts = compiled and (
-                without_names(compiled.assembly),
-                compiled.registers,
-                compiled.spilled,
-                compiled.shared,
-            )
-            _known[key] = digest, pickle.dumps(facts)
-        digest, facts = _known[key]
-        made.append({"kernel": launch.kernel.fn.__name__, "shape": shape, "ir": digest, "made": facts})
-    return case, made
+            facts = None
+            if by_ptx:
+                took = compiler.compile_launch(launch)
+                facts = without_names(took.assembly), took.registers, took.spilled, took.shared
+            _known[key] = hashlib.sha256(triton_ir(launch).encode()).hexdigest(), facts
+        ir, facts = _known[key]
+        made.append({"kernel": launch.kernel.fn.__name__, "shape": shape, "ir": ir, "made": facts})
+    return made
 
 
 def record(path: str, by_ptx: bool, only: set[Case] | None, every: int) -> None:
     """Describe the first of each `every` cases, in as many processes as there are cores, and write them to a file."""
-    import compiler
-
     chosen = [case for case in cases() if only is None or case in only][::every]
     with compiler.workers() as pool:
-        parts = [chosen[i : i + 8] for i in range(0, len(chosen), 8)]
-        jobs = [pool.submit(several, part, by_ptx) for part in parts]
-        made = {}
-        for i, job in enumerate(concurrent.futures.as_completed(jobs)):
-            made |= dict(job.result())
-            if sys.stderr.isatty():
-                print(f"\r{i + 1} of {len(jobs)}", end="", file=sys.stderr)
-    pathlib.Path(path).write_bytes(
-        pickle.dumps({dataclasses.astuple(case): launches for case, launches in made.items()})
-    )
-
-
-def several(part: list[Case], by_ptx: bool) -> list[tuple[Case, Any]]:
-    return [described(case, by_ptx) for case in part]
+        made = pool.map(described, chosen, [by_ptx] * len(chosen), chunksize=8)
+        pathlib.Path(path).write_bytes(pickle.dumps(dict(zip(chosen, made, strict=True))))
 
 
 def recorded(tree: pathlib.Path, by_ptx: bool, only: Any = None, every: int = 1) -> dict[Any, Any]:
@@ -220,13 +148,11 @@ def recorded(tree: pathlib.Path, by_ptx: bool, only: Any = None, every: int = 1)
         out, chosen = pathlib.Path(folder) / "out", pathlib.Path(folder) / "only"
         chosen.write_bytes(pickle.dumps(only))
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
-            "JAX_PLATFORMS": "cpu",
-        }
+            "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]), "JAX_PLATFORMS": "cpu",
+        }  # fmt: skip
         environment.pop("TRITON_INTERPRET", None)
         command = [sys.executable, __file__, "--record", str(out), "--only", str(chosen), "--every", str(every)]
-        command += ["--ptx"] * by_ptx
-        subprocess.run(command, env=environment, cwd=folder, check=True)
+        subprocess.run(command + ["--ptx"] * by_ptx, env=environment, cwd=folder, check=True)
         return pickle.loads(out.read_bytes())
 
 
@@ -243,7 +169,7 @@ def compared(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
                 f"{case}: {b['kernel']}: {what} {a['shape'][what]} -> {b['shape'][what]}"
                 for what in a["shape"] if a["shape"][what] != b["shape"][what]
             ]  # fmt: skip
-            of_a, of_b = pickle.loads(a["made"]), pickle.loads(b["made"])
+            of_a, of_b = a["made"], b["made"]
             if of_a is None and a["ir"] != b["ir"]:
                 found.append(f"{case}: {b['kernel']}: Triton's IR differs")
             elif of_a is not None and of_a[0] != of_b[0]:
@@ -272,8 +198,7 @@ def main() -> None:
     parser.add_argument("--only")
     given = parser.parse_args()
     if given.record:
-        only = pickle.loads(pathlib.Path(given.only).read_bytes())
-        record(given.record, given.ptx, only and {Case(*case) for case in only}, given.every)
+        record(given.record, given.ptx, pickle.loads(pathlib.Path(given.only).read_bytes()), given.every)
         return
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder) / "tree"

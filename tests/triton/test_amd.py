@@ -5,93 +5,60 @@ keep their values in registers and use memory only for what they read and write.
 """
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from test_compiled_linears import KERNELS, case
+from test_compiler import WIDTHS, cases, pairs
 
-import compiler
-import jln
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Interpreter, Recorder, using
-from launches import (
-    DTYPES,
-    EXAMPLES_SWITCHES,
-    FUSED,
-    GATED_SWITCHES,
-    LINEAR_DTYPES,
-    SUM_SWITCHES,
-    SWITCHES,
-    both_sides_launches,
-    dealt_on,
-    launches,
-    linear_launches,
-)
+from jln.testing import operators
+from launches import DTYPES, FUSED, Case, launches
 from workloads import WORKLOADS
 
 pytest.importorskip("triton")
 
 # One of each architecture.
 AMD = ("mi250x", "mi300x", "mi355x")
-# One of every kind of tile, aligned and not.
-WIDTHS = [128, 1000, 4096, 1024, 8192, 16384, 256, 20000]
-OTHERS = [SUM_SWITCHES["everything and a gate"], GATED_SWITCHES["the norm before its gate"], EXAMPLES_SWITCHES["heads"]]
-SIZES = [*FUSED, (3000, 768, 64)]
 # The vector registers of a thread, where a SIMD has two waves.
 REGISTERS = 256
+KINDS = ("everything", "a gate", "the norm before its gate", "heads", "both sides")
 
 
-def resources(made, dtype):
-    """Compile the launches and return the name, registers, spills, shared memory, widest load and mfmas of each.
-
-    This runs in the worker process, which returns everything but the binaries.
-    """
-    found = []
-    for launch in made:
-        of = compiler.compile_launch(launch)
-        h = max(a.shape[-1] for a in launch.arrays.values())
-        products = of.assembly.count("v_mfma")
-        found.append((f"{launch.kernel.fn.__name__} {dtype} H={h}", of.registers, of.spilled, of.shared))
-        found[-1] += (of.widest_load, products)
-    return found
+def assert_keeps_to_registers(made):
+    assert made
+    assert [m.what for m in made if m.took.registers > REGISTERS or m.took.spilled or m.took.shared > m.limit] == []
 
 
-def norms(chip, dtype, widths):
-    of = DTYPES[dtype]
-    made = [a for h in widths for a in launches(h, of, chip, SWITCHES["everything"])]
-    made += [a for h in {*widths} & {1000, 4096, 8192} for s in OTHERS for a in launches(h, of, chip, s)]
-    made += [a for h in {*widths} & {1024, 4096} for a in both_sides_launches(h, of, chip, SWITCHES["add_rms_norm"])]
-    return resources(made, dtype)
+def test_norms_keep_to_registers(compile_all):
+    """A kind of norm has a whole row, of which each load is as wide as it may be, and the first has chunks, too."""
+    made = compile_all(c for kind in KINDS for c in cases(kind, "mi300x", "bfloat16", (4096,)))
+    made += compile_all(cases("everything", "mi300x", "float32", (256, 8192, 20000)))
+    assert_keeps_to_registers(made)
+    assert [m.what for m in made if m.kernel == "forward_kernel" and m.took.widest_load != 16] == []
 
 
-def linears(chip, dtype, sizes):
-    of = LINEAR_DTYPES[dtype]
-    made = [a for size in sizes for a in linear_launches(*size, of, chip, SWITCHES["everything"])]
-    return resources([launch for launch in made if "kernels.with_linear" in launch.kernel.fn.__module__], dtype)
+@pytest.mark.parametrize(("chip", "dtype", "kind"), pairs(AMD, DTYPES, KINDS))
+def test_norms_of_any_width_keep_to_registers(compile_all, chip, dtype, kind):
+    assert_keeps_to_registers(compile_all(cases(kind, chip, dtype, WIDTHS[::3])))
 
 
 @pytest.mark.parametrize(
-    ("chip", "dtype", "widths"),
-    dealt_on("mi300x", AMD, ["bfloat16", "float32"], WIDTHS, ["float16", "float64", "bfloat16, float32 stream"]),
+    ("chip", "dtype", "sizes"),
+    [
+        ("mi300x", "bfloat16", [FUSED[1], (3000, 768, 64)]),
+        *(p for dtype in ("bfloat16", "bfloat16, float32 parameters") for p in pairs(AMD, [dtype], [FUSED])),
+    ],
 )
-def test_norms_keep_to_registers(worker, chip, dtype, widths):
-    found = worker.submit(norms, chip, dtype, widths).result()
-    assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
-    assert [f for f in found if "forward" in f[0] and "H=1000" not in f[0] and f[4] != 16] == []
-
-
-@pytest.mark.parametrize(
-    ("chip", "dtype", "sizes"), dealt_on("mi300x", AMD, ["bfloat16", "bfloat16, float32 parameters"], SIZES)
-)
-def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype, sizes):
-    found = worker.submit(linears, chip, dtype, sizes).result()
-    names = {f[0].split()[0] for f in found}
-    assert names == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
-    assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
-    assert [f for f in found if "parameters" not in f[0] and not f[5]] == []
+def test_fused_linears_keep_to_registers_and_multiply_by_mfma(compile_all, chip, dtype, sizes):
+    made = compile_all(case("everything", chip, dtype, size) for size in sizes)
+    made = [m for m in made if m.kernel in KERNELS]
+    assert {m.kernel for m in made} == {*KERNELS}
+    assert_keeps_to_registers(made)
+    assert [m.what for m in made if m.kernel != "parameters_kernel" and "v_mfma" not in m.took.assembly] == []
 
 
 def test_half_as_many_waves_of_twice_the_threads():
-    for launch in launches(4096, DTYPES["bfloat16"], "mi300x", SWITCHES["everything"]):
+    for launch in launches(Case("add_layer_norm", (100_000, 4096), DTYPES["bfloat16"], "mi300x")):
         options = launch.tile.options(launch.chip)
         assert options["num_warps"] == max(1, launch.tile.warps // 2) and "maxnreg" not in options
 
@@ -104,44 +71,20 @@ def test_a_chip_says_what_it_is():
     assert [CHIPS[name].threads for name in ("h200", "mi300x")] == [32, 64]
 
 
-CASES = {
-    "add_layer_norm": ((5, 1000), ("x", "residual", "scale", "offset"), {}),
-    "rms_norm_gated": ((5, 256), ("x", "z", "scale"), {}),
-    "rms_norm, heads": ((35, 3, 40), ("x", "scale"), {"scale": (1, 3, 40)}),
-    "layer_norm_linear": ((70, 96), ("x", "scale", "offset", "kernel", "bias"), {}),
-    "rms_norm_linear": ((70, 96), ("x", "scale", "kernel"), {}),
-}
+CASES = {"add_layer_norm": (5, 1000), "rms_norm_gated": (5, 256), "layer_norm_linear": (70, 96)}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_tiles_of_waves_are_right_in_the_interpreter(case):
-    """Results and gradients are right to 1e-5 with the tiles of an AMD chip.
-
-    The chip has three compute units, so that programs of the backward kernels loop over tiles.
-    """
-    shape, names, own = CASES[case]
-    operator = case.partition(",")[0]
-    h, random = shape[-1], np.random.default_rng(3)
-    shapes = {"scale": (h,), "offset": (h,), "kernel": (h, 24), "bias": (24,)} | own
-    arrays = [jnp.asarray(random.standard_normal(shapes.get(name, shape)), "float32") for name in names]
-
-    def cotangent(result):
-        return jnp.cos(jnp.arange(result.size, dtype=result.dtype)).reshape(result.shape)
-
-    def step(function, *arrays):
-        results, pull = jax.vjp(function, *arrays)
-        return results, pull(jax.tree.map(cotangent, results))
-
-    expected = step(getattr(jln.reference, operator), *(a.astype("float64") for a in arrays))
+@pytest.mark.parametrize("form", CASES)
+def test_the_tiles_of_waves_are_right_in_the_interpreter(form, monkeypatch):
+    """The chip has three compute units, so that programs of the backward kernels loop over tiles."""
+    monkeypatch.setattr(operators, "SIZES", ((CASES[form], (24,)),))
     with using(Interpreter(Chip("waves", "gfx942", 3))):
-        ours = step(lambda *a: getattr(jln, operator)(*a, implementation="triton"), *arrays)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
+        error, _ = operators.check_form(operators.FORMS[form], "float32", "triton", jax.devices()[0])
+    assert error.ok, error
 
 
 def test_the_tiles_of_waves_are_not_those_of_warps():
-    size = 70, 96, 24, LINEAR_DTYPES["float32"]
-    warps, waves = (linear_launches(*size, chip, SWITCHES["everything"]) for chip in ("h200", "mi300x"))
+    warps, waves = (launches(case("everything", chip, "float32", (70, 96, 24))) for chip in ("h200", "mi300x"))
     assert [launch.tile for launch in warps] != [launch.tile for launch in waves]
 
 

@@ -1,4 +1,4 @@
-"""Measured tiles: which file is asked, and what is wrong with one is said once and left."""
+"""Measured tiles: which file is asked, what is wrong with one is said once and left, and results are right by them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import os
 
 import pytest
 
+import jln
+import workbench
 from jln._junction import tiles
-from jln._triton import tuning
+from jln._triton import target, tuning
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Target
 from jln._triton.tile import Tile
+from workbench import OPERATORS, assert_rows_are_independent
 
 H200 = CHIPS["h200"]
 OTHER = Tile(4, 128, 2)  # forward_tile(128, 2) has 16 rows
@@ -108,21 +111,21 @@ def test_choices_cannot_depend_on_the_number_of_rows(choose):
 
 
 GOOD = entry(OTHER)
+NO_INT, NO_TILE = "entry 1: it has what is no int", "has numbers that it cannot have"
 ENTRIES = {
     "a number": (7, "TypeError: "),
     "an unknown choice": (GOOD | {"choice": "sideways"}, "'sideways' has 1 tiles"),
     "no tiles": ({k: v for k, v in GOOD.items() if k != "tiles"}, "KeyError: 'tiles'"),
     "two tiles forward": (entry(OTHER, OTHER), "'forward' has 2 tiles"),
-    "a fraction": (GOOD | {"tiles": [[4, 128, 2.5, 1, 1]]}, "entry 1: it has what is no int"),
-    "half a stage": (GOOD | {"tiles": [[4, 128, 2, 1.5, 1]]}, "entry 1: it has what is no int"),
-    "a length that is none": (GOOD | {"h": [True]}, "entry 1: it has what is no int"),
-    "bytes in words": (GOOD | {"itemsize": "2"}, "entry 1: it has what is no int"),
+    "a fraction": (GOOD | {"tiles": [[4, 128, 2.5, 1, 1]]}, NO_INT),
+    "a length that is none": (GOOD | {"h": [True]}, NO_INT),
+    "bytes in words": (GOOD | {"itemsize": "2"}, NO_INT),
     "too many numbers": (GOOD | {"tiles": [[4, 128, 2, 1, 1, 9]]}, "TypeError: "),
-    "no power of 2": (entry(Tile(3, 128, 2)), "has numbers that it cannot have"),
-    "no columns": (entry(Tile(4, 0, 2)), "has numbers that it cannot have"),
+    "no power of 2": (entry(Tile(3, 128, 2)), NO_TILE),
+    "no columns": (entry(Tile(4, 0, 2)), NO_TILE),
+    "no stages": (entry(Tile(4, 128, 2, 0)), NO_TILE),
+    "no programs": (entry(Tile(4, 128, 2, 1, 0)), NO_TILE),
     "absurd warps": (entry(Tile(4, 128, 64)), "is too large"),
-    "no stages": (entry(Tile(4, 128, 2, 0)), "has numbers that it cannot have"),
-    "no programs": (entry(Tile(4, 128, 2, 1, 0)), "has numbers that it cannot have"),
     "too much to hold": (entry(Tile(1024, 128, 1)), "is too large"),
     "half of the lengths": (entry(OTHER, choice="backward", h=(128, 4096)), "128 columns of 4096 have no row sums"),
 }
@@ -141,25 +144,56 @@ def test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out(case, tuning_fi
 
 
 FILES = {
-    "not JSON": ("{", "JSONDecodeError"),
-    "too deep": ("[" * 100_000, "RecursionError"),
+    "not JSON": (b"{", "JSONDecodeError"),
+    "too deep": (b"[" * 100_000, "RecursionError"),
     "not text": (b"\xff\xfe\x00", "UnicodeDecodeError"),
-    "a list": ("[]", "TypeError"),
-    "no entries": ('{"chip": "h200"}', "KeyError: 'entries'"),
-    "another chip's": ('{"chip": "h100", "entries": []}', "it is of the chip 'h100', and this one is 'h200'"),
-    "a folder": (lambda path: path.mkdir(), "IsADirectoryError"),
-    "missing": (lambda path: None, "No such file"),
+    "a list": (b"[]", "TypeError"),
+    "no entries": (b'{"chip": "h200"}', "KeyError: 'entries'"),
+    "another chip's": (b'{"chip": "h100", "entries": []}', "it is of the chip 'h100', and this one is 'h200'"),
+    "missing": (None, "No such file"),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_that_is_none_is_said_once_and_the_rules_choose(case, tuning_file):
     content, why = FILES[case]
-    if isinstance(content, str | bytes):
-        tuning_file.write_bytes(content.encode() if isinstance(content, str) else content)
-    else:
-        content(tuning_file)
+    if content is not None:
+        tuning_file.write_bytes(content)
     with pytest.warns(UserWarning) as said:
         assert [chosen() for _ in range(3)] == [RULE] * 3
     (warning,) = said
     assert str(tuning_file) in str(warning.message) and why in str(warning.message)
+
+
+# (H, forward tile, backward tile, row sums' tile) that no rule chooses: whole rows where a rule takes chunks or the
+# reverse, several rows or one, with the kernel of row sums or without.
+NORMS = {
+    "whole rows": (130, Tile(1, 256, 2), Tile(1, 256, 2, 1, 3), None),
+    "several rows": (130, Tile(16, 256, 8), Tile(8, 256, 8, 3, 1), None),
+    "chunks": (300, Tile(2, 64, 1, 2), Tile(2, 128, 4), Tile(2, 64, 1, 2)),
+    "sums by a kernel": (600, Tile(1, 256, 2), Tile(4, 128, 2, 2, 2), Tile(2, 64, 1)),
+}
+
+
+@pytest.mark.skipif(not target.interpreting(), reason="kernels are compiled here")
+@pytest.mark.parametrize("case", NORMS)
+def test_norms_are_right_and_rows_independent_under_measured_tiles(case, tuning_file):
+    h, forward, backward, sums = NORMS[case]
+    both = [tile for tile in (backward, sums) if tile is not None]
+    entries = entry(forward, h=(h,), itemsize=4), entry(*both, choice="backward", h=(h,), itemsize=4)
+    write(tuning_file, *entries, chip="interpreter")
+    operator = OPERATORS["layer_norm"]
+    operands = workbench.arguments(operator, (37, h), "float32", mean=3.0)
+    cotangent = workbench.cotangents((operands[0], None))
+
+    def run(**options):
+        return workbench.value_and_gradients(operator, lambda *a: operator(*a, **options), operands, cotangent)
+
+    true = workbench.truth(operator, operands, cotangent)
+    workbench.assert_accurate(run(implementation="triton"), run(module=jln.reference), true)
+    with target.recording() as launches:
+        run(implementation="triton")
+    made = {launch.kernel.fn.__name__: launch.tile for launch in launches}
+    assert {"forward_kernel": forward, "backward_kernel": backward}.items() <= made.items()
+    assert made.get("row_sums_kernel") == sums
+    assert_rows_are_independent(19, h)
