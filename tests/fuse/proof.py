@@ -56,16 +56,14 @@ def operators(function: Callable[..., Any], *args: Any, **options: Any) -> dict[
     return dict(collections.Counter(r.layer.removeprefix("jln.") for r in routes if r.path != "plain"))
 
 
-def difference(
-    function: Callable[..., Any], *args: Any, jitted: bool = True, by_choice: bool = False, **options: Any
-) -> float:
+def difference(function: Callable[..., Any], *args: Any, by_choice: bool = False, **options: Any) -> float:
     """Return the largest difference of value and gradients, fused and not, relative to an array's largest element.
 
     by_choice: leave the norms that fuse leaves to XLA.
     """
     with contextlib.nullcontext() if by_choice else every_norm_taken():
         both = [_everything(f, args) for f in (function, jln.fuse(function, **options))]
-        made = jax.jit(lambda a: [f(a) for f in both])(args) if jitted else [f(args) for f in both]
+        made = jax.jit(lambda a: [f(a) for f in both])(args)
     wanted, got = map(jax.tree.leaves, made)
     assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in wanted]
     return max((parted(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
