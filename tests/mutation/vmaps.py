@@ -76,5 +76,5 @@ UNDER_VMAP = [
     Mutant("x copied for operations' kernels", t.OPERATION, "front, implementation = 0, behind_rows(implementation)",
            "front = 0", (f"{BEHIND}[triton-in the middle--1]",)),
     Mutant("vmap's axis not counted", t.OPERATION, "batch_dims=request.batch_dims + 1)",
-           "batch_dims=request.batch_dims)", (f"{t.TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",)),
+           "batch_dims=request.batch_dims)", (f"{t.MATRIX}test_reverse_mode[layer_norm-so-xla-vmap(grad), over x]",)),
 ]  # fmt: skip

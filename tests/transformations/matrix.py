@@ -123,8 +123,8 @@ def along(f, a):
     return lambda *v: sum(jnp.vdot(g, d) for g, d in zip(gradient(f, a)(*v), directions(a), strict=True))
 
 
-def layers(f, a, wrap=lambda body: body):
-    """Three layers, of parameters stacked; x is carried."""
+def layers(f, a, wrap=lambda body: body, wanted=None):
+    """Gradients of all arguments, or of those wanted, of three layers with stacked parameters; x is carried."""
 
     def network(x, *rest):
         def layer(x, parameters):
@@ -133,7 +133,11 @@ def layers(f, a, wrap=lambda body: body):
         return jnp.sum(jnp.sin(jax.lax.scan(wrap(layer), x, tuple(rest), length=3)[0]))
 
     stacked = [a[0], *examples(a[1:])]
-    return jax.grad(network, every(stacked))(*stacked)
+    return jax.grad(network, wanted or every(stacked))(*stacked)
+
+
+def hvp_of_layers(f, a):
+    return jax.jvp(lambda x: layers(f, [x, *a[1:]], jax.checkpoint), (a[0],), (directions(a)[0],))
 
 
 def checkpointed(f, a, **options):
@@ -142,22 +146,31 @@ def checkpointed(f, a, **options):
 
 
 save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
+# From the arguments to the places of those of which each example of a vmap has its own, each with that of its axis.
+OF_EXAMPLES = {
+    "x": lambda a: {0: 0},
+    "parameters": lambda a: dict.fromkeys(every(a)[1:] or (0,), 0),
+    "all": lambda a: {0: 0} | dict.fromkeys(every(a)[1:], 1),
+}
 
 
-def vmapped(f, a, which):
-    """A vmap over the arguments that `which` picks."""
-    grown = [examples([v])[0] if which(i) else v for i, v in enumerate(a)]
-    return grown, [0 if which(i) else None for i in every(a)]
+def over(which, transform):
+    """The transformation `transform(f, a, axes)` of a function under a vmap over some of its arguments."""
+
+    def transformed(f, a):
+        axes = [OF_EXAMPLES[which](a).get(i) for i in every(a)]
+        grown = zip(a, examples(a), axes, strict=True)
+        return transform(f, a, axes)(*[v if axis is None else jnp.moveaxis(e, 0, axis) for v, e, axis in grown])
+
+    return transformed
 
 
-def vmap_of_gradient(f, a, which):
-    grown, axes = vmapped(f, a, which)
-    return jax.vmap(gradient(f, a), axes)(*grown)
+def vmap_of_gradient(f, a, axes):
+    return jax.vmap(gradient(f, a), axes)
 
 
-def gradient_of_vmap(f, a, which):
-    grown, axes = vmapped(f, a, which)
-    return jax.grad(loss(jax.vmap(f, axes)), every(a))(*grown)
+def gradient_of_vmap(f, a, axes):
+    return jax.grad(loss(jax.vmap(f, axes)), every(a))
 
 
 def nested_vmap(f, a):
@@ -182,27 +195,17 @@ REVERSE = {
     "value_and_grad": lambda f, a: jax.value_and_grad(loss(f), every(a))(*a),
     "vmap": lambda f, a: jax.vmap(f)(*examples(a)),
     "vmap, odd axes": odd_axes,
-    "vmap(grad), over x": lambda f, a: vmap_of_gradient(f, a, lambda i: i == 0),
-    "vmap(grad), over parameters": lambda f, a: vmap_of_gradient(f, a, lambda i: i > 0 or len(a) == 1),
-    "vmap(grad), over all": lambda f, a: vmap_of_gradient(f, a, lambda i: True),
     "vmap(vmap(grad))": nested_vmap,
-    "grad(vmap), over x": lambda f, a: gradient_of_vmap(f, a, lambda i: i == 0),
-    "grad(vmap), over parameters": lambda f, a: gradient_of_vmap(f, a, lambda i: i > 0 or len(a) == 1),
-    "grad(vmap), over all": lambda f, a: gradient_of_vmap(f, a, lambda i: True),
+    **{f"vmap(grad), over {which}": over(which, vmap_of_gradient) for which in OF_EXAMPLES},
+    **{f"grad(vmap), over {which}": over(which, gradient_of_vmap) for which in OF_EXAMPLES},
     "checkpoint": checkpointed,
     "checkpoint, statistics saved": lambda f, a: checkpointed(f, a, policy=save_statistics),
-    "checkpoint, dots saved": lambda f, a: checkpointed(f, a, policy=jax.checkpoint_policies.dots_saveable),
     "scan": layers,
     "scan(checkpoint)": lambda f, a: layers(f, a, lambda b: jax.checkpoint(b, policy=save_statistics)),
-    "map": lambda f, a: jax.lax.map(lambda v: gradient(f, a)(*v), tuple(examples(a))),
     "cond": lambda f, a: jax.lax.cond(a[0][0, 0, 0] > 9, lambda *v: tuple(v), gradient(f, a), *a),
-    "jvp(grad)": lambda f, a: jax.jvp(gradient(f, a), a, directions(a)),
     "grad(grad)": lambda f, a: jax.grad(along(f, a), every(a))(*a),
-    "hvp(scan(checkpoint))": lambda f, a: jax.jvp(
-        lambda x: layers(f, [x, *a[1:]], jax.checkpoint), (a[0],), (directions(a)[0],)
-    ),
+    "hvp(scan(checkpoint))": hvp_of_layers,
     "hessian": lambda f, a: jax.hessian(loss(f), every(a))(*one_row(a)),
-    "jacrev": lambda f, a: jax.jacrev(f, every(a))(*one_row(a)),
 }
 
 FORWARD = {
@@ -211,12 +214,7 @@ FORWARD = {
     "jvp, of the last alone": lambda f, a: jax.jvp(lambda v: f(*a[:-1], v), a[-1:], directions(a)[-1:]),
     "linearize": lambda f, a: jax.linearize(f, *a)[1](*directions(a)),
     "jacfwd": lambda f, a: jax.jacfwd(f, every(a))(*one_row(a)),
-    "vmap(jvp)": lambda f, a: jax.vmap(lambda *d: jax.jvp(f, a, d)[1])(*examples(directions(a))),
     "jvp(vmap)": lambda f, a: jax.jvp(jax.vmap(f), examples(a), examples(directions(a))),
     "jvp(jvp)": lambda f, a: jax.jvp(lambda *v: jax.jvp(f, v, directions(a))[1], a, directions(a)),
     "grad(jvp)": lambda f, a: jax.grad(lambda *v: loss(lambda *w: jax.jvp(f, w, directions(a))[1])(*v), every(a))(*a),
-    "jacfwd(jacfwd)": lambda f, a: jax.jacfwd(jax.jacfwd(loss(f), every(a)), every(a))(*one_row(a)),
-    "jvp(scan(checkpoint))": lambda f, a: jax.jvp(
-        lambda x: layers(f, [x, *a[1:]], jax.checkpoint), (a[0],), (directions(a)[0],)
-    ),
 }

@@ -76,27 +76,20 @@ def test_every_product_is_made_once(name, forward_mode):
     """No policy recomputes a product that is an operation of JAX: each has one forward and two backward.
 
     Of our products one is a single operation each way together with its norm. Policies of jln compute it forward once;
-    JAX's compute it twice, as they do not know its name.
+    JAX's compute it twice, as they do not know its name. Of norms only statistics are made again.
     """
     assert made(jln.reference, POLICIES[name])["products"] == 3 * PRODUCTS
     count = made(jln, POLICIES[name], forward_mode=forward_mode)
     assert count["products"] == 3 * (PRODUCTS - 1)
     again = [k for k in count if k[0] == "jln_norm_linear_forward" and "y" in k]
-    assert sum(count[k] for k in again) == (2 if "JAX" in name else 1)  # JAX's policies do not know the name
+    assert sum(count[k] for k in again) == (2 if "JAX" in name else 1)
+    norms = {k[1:]: n for k, n in count.items() if k[0] == "jln_norm_forward"}
+    assert sum(n for k, n in norms.items() if "y" in k) == 2  # in front of q, k, v and of gate, up
+    statistics = {("total",)} if "statistics" in name else {("mean", "rstd"), ("total", "rstd")}
+    assert {k for k in norms if "y" not in k} == statistics
 
 
-@pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize("name", POLICIES)
-def test_only_statistics_of_norms_are_made_again(name, forward_mode):
-    count = made(jln, POLICIES[name], forward_mode=forward_mode)
-    z = [k for k in count if k[0] == "jln_norm_forward" and "y" in k]
-    assert sum(count[k] for k in z) == 2  # forward only: the norms before q, k, v and before gate, up
-    again = [k for k in count if k[0] == "jln_norm_forward" and "y" not in k]
-    saved = "statistics" in name
-    assert {tuple(k[1:]) for k in again} == ({("total",)} if saved else {("mean", "rstd"), ("total", "rstd")})
-
-
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["JAX's dots", "dots", "dots and statistics"])
 def test_with_remat_the_backward_operation_makes_all_of_a_norm(name):
     """No statistics are made again in front of products that XLA makes, and the sum for what else reads it: `few`."""
     count = made(jln, POLICIES[name], remat=True)
@@ -109,10 +102,9 @@ def test_without_a_policy_all_is_made_again():
     assert made(jln, None)["products"] > 3 * (PRODUCTS - 1)
 
 
-GRADIENTS = [(name, {}) for name in POLICIES] + [("dots", {"remat": True})]
-
-
-@pytest.mark.parametrize(("name", "options"), GRADIENTS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), [("JAX's dots", {}), ("dots and statistics", {}), ("dots", {"remat": True})], ids=str
+)
 def test_gradients_are_those_without_a_checkpoint(name, options):
     got = jax.jit(gradient(jln, POLICIES[name], **options))(*arguments())
     expected = jax.jit(gradient(jln.reference, jaxs.everything_saveable))(*arguments())

@@ -1,7 +1,6 @@
 """Tests of gradients of some arguments only, in every operator: what nobody wants is not computed."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -12,22 +11,24 @@ import pytest
 import jln
 import matrix
 import workbench
-from catalogue import FORMS
 from jln._triton import target
 from matrix import OPTIONAL, loss, of_some
 from workbench import LINEAR_OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 OPERANDS = {name: tuple(matrix.operands(name)) for name in OPTIONAL}
-# Each operand alone; and every pair of operands, of the operators that subtract a mean and do not have both a residual
-# and a Linear.
+# Each operand alone, and pairs of them.
 CASES = [
-    (name, some)
-    for name, names in OPERANDS.items()
-    for n in (1, 2)
-    for some in itertools.combinations(names, n)
-    if n == 1 or (FORMS[name].centres and not (FORMS[name].adds and FORMS[name].is_linear))
+    (name, (n,)) for name in ("layer_norm", "rms_norm_gated", "add_layer_norm, x_bias and gate") for n in OPERANDS[name]
 ]
+CASES += [(name, (n,)) for name in ("rms_norm_add_rms_norm, gate", "layer_norm_linear") for n in OPERANDS[name]]
+CASES += [("rms_norm_add_rms_norm_linear", ("kernel",)), ("add_layer_norm_linear", ("residual", "kernel"))]
+CASES += [("layer_norm", ("scale", "offset")), ("layer_norm_linear", ("offset", "bias"))]
+CASES += [("layer_norm_linear", ("x", "kernel")), ("add_layer_norm", ("residual", "scale"))]
+
+
+def joined(case):
+    return case if isinstance(case, str) else "+".join(case) if isinstance(case, tuple) else str(case)
 
 
 def frozen(name, some, **options):
@@ -43,7 +44,7 @@ def all_gradients(name, implementation, forward_mode):
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize(("name", "some"), CASES, ids=lambda c: c if isinstance(c, str) else "+".join(c))
+@pytest.mark.parametrize(("name", "some"), CASES, ids=joined)
 def test_some_gradients_are_those_of_all(name, some, forward_mode, implementation):
     """Gradients of some arguments are those of all arguments, by kernels bit for bit.
 
@@ -60,12 +61,16 @@ def test_some_gradients_are_those_of_all(name, some, forward_mode, implementatio
         chex.assert_trees_all_equal(*({n: a[n] for n in kernels} for a in (got, expected)))
 
 
-GRADIENT = {name: f"d{name}" for name in ("x", "scale", "offset", "kernel", "bias")}
+LINEAR = ("x", "scale", "offset", "kernel", "bias")
+SOME = [(n,) for n in LINEAR] + [
+    ("x", "kernel"),
+    ("scale", "bias"),
+    ("offset", "bias"),
+    ("x", "scale", "offset", "bias"),
+]
 
 
-@pytest.mark.parametrize(
-    "some", [c for n in range(1, 5) for c in itertools.combinations(GRADIENT, n)], ids=lambda c: "+".join(c)
-)
+@pytest.mark.parametrize("some", SOME, ids=joined)
 def test_some_gradients_of_a_fused_linear(some):
     """Gradients of some arguments of a fused Linear in bfloat16 are right by `workbench.assert_accurate`.
 
@@ -76,10 +81,10 @@ def test_some_gradients_of_a_fused_linear(some):
     dy = workbench.normal(6, (150, 20), "bfloat16")
 
     def run(function):
-        function, given = of_some(function, operands, tuple(GRADIENT), some)
+        function, given = of_some(function, operands, LINEAR, some)
         y, *gradients = jax.jit(lambda *a: (lambda y, pullback: (y, *pullback(dy)))(*jax.vjp(function, *a)))(*given)
-        in_order = (n for n in GRADIENT if n in some)
-        return {k: np.asarray(a) for k, a in zip(("y", *(GRADIENT[n] for n in in_order)), (y, *gradients), strict=True)}
+        names = ("y", *(f"d{n}" for n in LINEAR if n in some))
+        return {n: np.asarray(a) for n, a in zip(names, (y, *gradients), strict=True)}
 
     got = run(functools.partial(operator, implementation="triton"))
     values, roundings = workbench.truth(operator, operands, dy)
@@ -88,78 +93,64 @@ def test_some_gradients_of_a_fused_linear(some):
 
 def written(step, *operands):
     """Return the kernels that a program launches, each with the names of the results that it writes."""
+    if not target.interpreting():
+        pytest.skip("kernels are compiled here")
     with target.recording() as made:
         jax.jit(step).lower(*operands)
     return [(run.kernel.fn.__name__, *run.results) for run in made]
 
 
-# The launches for a loss that is linear in y, so that y is not needed, by the gradients that are wanted.
-FORWARD, BACKWARD = ("forward_kernel", "r.mean", "r.rstd"), "backward_kernel"
-NORM_LAUNCHES = {
-    ("x",): [FORWARD, (BACKWARD, "d.x")],
-    ("scale",): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "d.scale")],
-    ("offset",): [],
-    ("x", "offset"): [FORWARD, (BACKWARD, "d.x", "shares"), ("reduce_kernel", "d.offset")],
-    ("scale", "offset"): [
-        FORWARD,
-        (BACKWARD, "shares"),
-        ("reduce_kernel", "d.scale", "d.offset"),
-    ],  # one buffer for both
-}
-SUMS = "row_sums_kernel"
-FUSED_LAUNCHES = {
-    ("x",): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "d.x")],
-    ("scale",): [FORWARD, (BACKWARD, "dscale"), ("parameters_kernel", "d.scale")],
-    ("offset", "bias"): [],
-    ("kernel",): [FORWARD, (BACKWARD, "g"), ("parameters_kernel", "d.kernel")],
-    ("x", "bias"): [FORWARD, (SUMS, "c1", "c2", "dbias"), (BACKWARD, "d.x"), ("parameters_kernel", "d.bias")],
-    ("x", "scale"): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "d.x", "dscale"), ("parameters_kernel", "d.scale")],
-}
-COMPOSED_LAUNCHES = {
-    ("x",): [FORWARD, (BACKWARD, "d.x")],
-    ("offset", "bias"): [],
-    ("kernel",): [FORWARD, ("forward_kernel", "r.y")],
-    ("x", "kernel"): [FORWARD, (BACKWARD, "d.x", "d.y")],
-    ("scale", "kernel"): [FORWARD, (BACKWARD, "d.y", "shares"), ("reduce_kernel", "d.scale")],
+# The launches for a loss that is linear in y, so that y is not needed, by features and the gradients that are wanted.
+FORWARD, BACKWARD, SUMS = ("forward_kernel", "r.mean", "r.rstd"), "backward_kernel", "row_sums_kernel"
+LAUNCHES = {
+    ("norm", "x"): [FORWARD, (BACKWARD, "d.x")],
+    ("norm", "scale"): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "d.scale")],
+    ("norm", "offset"): [],
+    ("norm", "x+offset"): [FORWARD, (BACKWARD, "d.x", "shares"), ("reduce_kernel", "d.offset")],
+    # one buffer for both
+    ("norm", "scale+offset"): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "d.scale", "d.offset")],
+    ("fused", "x"): [FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "d.x")],
+    ("fused", "scale"): [FORWARD, (BACKWARD, "dscale"), ("parameters_kernel", "d.scale")],
+    ("fused", "offset+bias"): [],
+    ("fused", "kernel"): [FORWARD, (BACKWARD, "g"), ("parameters_kernel", "d.kernel")],
+    ("fused", "x+bias"): [
+        *(FORWARD, (SUMS, "c1", "c2", "dbias"), (BACKWARD, "d.x"), ("parameters_kernel", "d.bias")),
+    ],
+    ("fused", "x+scale"): [
+        *(FORWARD, (SUMS, "c1", "c2"), (BACKWARD, "d.x", "dscale"), ("parameters_kernel", "d.scale")),
+    ],
+    ("composed", "x"): [FORWARD, (BACKWARD, "d.x")],
+    ("composed", "offset+bias"): [],
+    ("composed", "kernel"): [FORWARD, ("forward_kernel", "r.y")],
+    ("composed", "x+kernel"): [FORWARD, (BACKWARD, "d.x", "d.y")],
+    ("composed", "scale+kernel"): [FORWARD, (BACKWARD, "d.y", "shares"), ("reduce_kernel", "d.scale")],
 }
 
 
 @pytest.mark.parametrize("how", ["asked for", "used", "forward mode"])
-@pytest.mark.parametrize(
-    ("features", "some", "expected"),
-    [
-        pytest.param(features, some, launches, id=f"{what}-{'+'.join(some)}")
-        for what, features, table in (
-            ("norm", None, NORM_LAUNCHES),
-            ("fused", 16, FUSED_LAUNCHES),
-            ("composed", 300, COMPOSED_LAUNCHES),
-        )
-        for some, launches in table.items()
-    ],
-)
-def test_launches(features, some, expected, how):
+@pytest.mark.parametrize(("what", "some"), LAUNCHES)
+def test_launches(what, some, how):
     """Gradients that nobody wants have no kernel and no place in memory.
 
     The wanted ones are asked for alone, or the program uses them out of all gradients.
     """
-    if not target.interpreting():
-        pytest.skip("kernels are compiled here")
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    x, scale, offset, kernel, bias = workbench.arguments(operator, (400, 64), "bfloat16", features=(features or 1,))
-    names, operands = ("x", "scale", "offset", "kernel", "bias"), (x, scale, offset, kernel, bias)
-    function = jln.layer_norm_linear
+    features = {"norm": None, "fused": 16, "composed": 300}[what]
+    operands = workbench.arguments(
+        LINEAR_OPERATORS["layer_norm_linear"], (400, 64), "bfloat16", features=(features or 1,)
+    )
+    names, function = LINEAR, jln.layer_norm_linear
     if features is None:
         names, operands, function = names[:3], operands[:3], jln.layer_norm
     function = functools.partial(function, implementation="triton", forward_mode=how == "forward mode")
     weight = workbench.normal(7, (400, features or 64), "bfloat16")
 
     def step(*operands):
-        wanted = names if how == "used" else some
+        wanted = names if how == "used" else some.split("+")
         f, given = of_some(function, operands, names, wanted)
         gradients = jax.grad(lambda *a: jnp.vdot(weight, f(*a)), range(len(given)))(*given)
-        return [g for n, g in zip((n for n in names if n in wanted), gradients, strict=True) if n in some]
+        return [g for n, g in zip((n for n in names if n in wanted), gradients, strict=True) if n in some.split("+")]
 
-    assert written(step, *operands) == expected
+    assert written(step, *operands) == LAUNCHES[what, some]
 
 
 def test_wide_rows_without_dx_need_no_sums():
@@ -167,8 +158,6 @@ def test_wide_rows_without_dx_need_no_sums():
 
     The rows are so wide that dx would need such a kernel, for its c1 and c2.
     """
-    if not target.interpreting():
-        pytest.skip("kernels are compiled here")
     x, _, scale, _ = workbench.arguments(workbench.OPERATORS["layer_norm"], (2, 40000), "float32")
 
     def step(x, scale):
@@ -179,44 +168,29 @@ def test_wide_rows_without_dx_need_no_sums():
 
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(
-    ("name", "some", "rows_held"),
-    [
-        ("layer_norm", ("x",), 1),
-        ("layer_norm", ("scale",), 1),
-        ("layer_norm", ("offset",), 0),
-        ("add_layer_norm", ("offset",), 0),
-        ("layer_norm_linear", ("x",), 1),
-        ("layer_norm_linear", ("kernel",), 1),
-        ("layer_norm_linear", ("offset", "bias"), 0),
-    ],
-    ids=lambda c: "+".join(c) if isinstance(c, tuple) else str(c),
-)
-def test_held_between_forward_and_backward(name, some, rows_held, forward_mode, implementation):
-    """Nothing of a row is kept for gradients of offset and bias, and x and two numbers a row for the others.
-
-    Of an operator that adds a residual the sum is kept in x's place.
-    """
-    function, operands = frozen(name, some, implementation=implementation, forward_mode=forward_mode)
-    held = [a.shape for a in jax.tree.leaves(jax.vjp(function, *operands)[1])]
-    of_rows = sorted(shape for shape in held if shape[: len(matrix.ROWS)] == matrix.ROWS)
-    assert of_rows == [(*matrix.ROWS, 1), (*matrix.ROWS, 1), (*matrix.ROWS, matrix.H)] * rows_held
-
-
-@pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize(
     ("name", "some", "rows_held", "numbers"),
     [
+        ("layer_norm", ("x",), 1, 2),
+        ("layer_norm", ("offset",), 0, 0),
+        ("layer_norm", ("x", "scale", "offset"), 1, 2),
+        ("add_layer_norm", ("scale",), 1, 2),
+        ("add_layer_norm", ("offset",), 0, 0),
+        ("layer_norm_linear", ("kernel",), 1, 2),
+        ("layer_norm_linear", ("offset", "bias"), 0, 0),
         ("rms_norm_add", ("x",), 1, 1),
         ("rms_norm_add", ("residual",), 0, 0),
-        ("rms_norm_add_rms_norm", ("x",), 2, 2),
         ("rms_norm_add_rms_norm", ("x_scale",), 2, 2),
         ("rms_norm_add_rms_norm", ("residual",), 1, 1),
         ("rms_norm_add_rms_norm", ("scale",), 1, 1),
     ],
-    ids=lambda c: "+".join(c) if isinstance(c, tuple) else str(c),
+    ids=joined,
 )
-def test_held_by_norms_in_front_of_a_sum(name, some, rows_held, numbers, forward_mode, implementation):
-    """A norm in front of a sum keeps x only for its own gradient and its scale's, and never the residual."""
+def test_held_between_forward_and_backward(name, some, rows_held, numbers, forward_mode, implementation):
+    """Nothing of a row is kept for gradients of offset and bias, and x and two numbers a row for the others.
+
+    Of an operator that adds a residual the sum is kept in x's place. A norm in front of a sum keeps x only for its own
+    gradient and its scale's.
+    """
     function, operands = frozen(name, some, implementation=implementation, forward_mode=forward_mode)
     held = [a.shape for a in jax.tree.leaves(jax.vjp(function, *operands)[1])]
     of_rows = sorted(shape for shape in held if shape[: len(matrix.ROWS)] == matrix.ROWS)
@@ -257,36 +231,20 @@ def test_differentiated_by_one_argument_then_another(wrap, implementation):
         chex.assert_trees_all_close(jax.jit(step)(*operands), expected[i], **CLOSE)
 
 
-def stacked_layers(name, some, module, wrap):
-    """Return the gradients by the arguments in `some` of a network of three layers with stacked parameters.
-
-    The other arguments are frozen. x is carried from layer to layer.
-    """
-    function, operands = matrix.bind(name, OPTIONAL[name], module)
-    x, rest = operands[0], matrix.examples(operands[1:])
-    names = OPERANDS[name]
-
-    def network(*given):
-        x_, *stacked = (dict(zip(some, given, strict=True)).get(n, a) for n, a in zip(names, (x, *rest), strict=True))
-
-        def layer(x, parameters):
-            return x + matrix.first(function)(jnp.sin(x), *parameters), None
-
-        return jnp.sum(jnp.sin(jax.lax.scan(wrap(layer), x_, tuple(stacked))[0]))
-
-    given = tuple(a for n, a in zip(names, (x, *rest), strict=True) if n in some)
-    return jax.jit(jax.grad(network, range(len(given))))(*given)
-
-
-SOME = [("layer_norm", ("x",)), ("layer_norm", ("offset",)), ("add_layer_norm", ("residual", "scale"))]
-SOME += [("layer_norm_linear", some) for some in (("x",), ("kernel",), ("offset", "bias"), ("x", "scale", "bias"))]
-
-
 @pytest.mark.parametrize("wrap", [lambda b: b, jax.checkpoint], ids=["scan", "scan(checkpoint)"])
-@pytest.mark.parametrize(("name", "some"), SOME)
+@pytest.mark.parametrize(
+    ("name", "some"),
+    [("layer_norm", ("offset",)), ("add_layer_norm", ("x", "scale")), ("layer_norm_linear", ("x", "scale", "bias"))],
+    ids=joined,
+)
 def test_layers_with_frozen_parameters(name, some, wrap):
-    ours, plain = (stacked_layers(name, some, module, wrap) for module in (jln, jln.reference))
-    chex.assert_trees_all_close(ours, plain, **CLOSE)
+    wanted = tuple(OPERANDS[name].index(n) for n in some)
+
+    def run(module):
+        function, operands = matrix.bind(name, OPTIONAL[name], module)
+        return jax.jit(lambda a: matrix.layers(function, a, wrap, wanted))(operands)
+
+    chex.assert_trees_all_close(run(jln), run(jln.reference), **CLOSE)
 
 
 TRANSFORMED = {
@@ -295,8 +253,6 @@ TRANSFORMED = {
         *a
     ),
     "jvp(grad)": lambda f, a, x: jax.jvp(jax.grad(loss(f(x[0])), matrix.every(a)), a, matrix.directions(a)),
-    "grad(grad)": lambda f, a, x: jax.grad(matrix.along(f(x[0]), a), matrix.every(a))(*a),
-    "checkpoint": lambda f, a, x: jax.grad(loss(jax.checkpoint(f(x[0]))), matrix.every(a))(*a),
 }
 
 
@@ -305,13 +261,12 @@ TRANSFORMED = {
 @pytest.mark.parametrize(
     ("name", "some"),
     [
-        ("layer_norm", ("scale",)),
         ("layer_norm", ("offset",)),
         ("add_layer_norm", ("residual", "offset")),
         ("layer_norm_linear", ("kernel",)),
-        ("layer_norm_linear", ("offset", "bias")),
         ("layer_norm_linear", ("scale", "bias")),
     ],
+    ids=joined,
 )
 def test_transformed_with_x_frozen(name, some, how, forward_mode, implementation):
     """Gradients of other arguments than x are right under each transformation.
