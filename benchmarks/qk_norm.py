@@ -37,8 +37,8 @@ import jax.numpy as jnp
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "executed"))
 import whole  # pyright: ignore[reportMissingImports]
 
+import traffic  # pyright: ignore[reportMissingImports]
 from catalogue import OPERATORS
-from ptx import H200  # pyright: ignore[reportMissingImports]
 
 BATCH, TOKENS, FEATURES = 4, 2048, 4096
 LINE = {
@@ -73,7 +73,7 @@ def compiled(norm: Any, size: int, dtype: str = "bfloat16", *, backward: bool = 
 
     arguments = (step, q, scale, angle, angle, q) if backward else (forward, q, scale, angle, angle)
     program, issued = whole.compiled(*arguments)
-    return program, sum(issued.values()) / H200.issues / (program.bytes_total / H200.memory)
+    return program, traffic.issue_share(sum(issued.values()), program.bytes_total)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Print what executing the kernels came to: errors, sectors, widths of loads, instructions, seconds.
+"""Print what executing the kernels came to: errors, and of large arrays sectors, widths of loads, instructions.
 
-python tests/executed/table.py                # what tests/executed holds to limits, a few minutes
-python tests/executed/table.py 768 of_heads   # of all cases those whose name has one of these words
+python tests/executed/table.py                # all cases of tests/executed, two minutes
+python tests/executed/table.py 768 of_heads   # those whose name has one of these words
 """
 
 import pathlib
@@ -10,64 +10,35 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [
     str(HERE),
-    *(str(HERE.parent / folder) for folder in ("operators", "transformations", "")),
+    *(str(HERE.parent / folder) for folder in ("operators", "transformations", "checker", "")),
     *(str(HERE.parents[1] / folder) for folder in ("benchmarks", "")),
 ]
 import conftest  # noqa: E402, F401  # it chooses the environment, before JAX loads
-import test_gated  # noqa: E402
 import test_linears  # noqa: E402
 import test_norms  # noqa: E402
 import test_traffic  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 import traffic  # noqa: E402
 from cases import execute  # noqa: E402
-from ptx import Violation  # noqa: E402
 
-EVERY = [
-    *test_traffic.MEMORY, *test_traffic.HEADS, *test_norms.SIZES, *test_norms.OPTIONS, *test_norms.MIXED,
-    *test_gated.HEADS, *test_norms.VMAP, *test_linears.FUSED, *test_linears.COMPOSED, *test_linears.VMAP,
-    *test_linears.FUSED_SUMS, *test_linears.FUSED_SOME, *test_linears.COMPOSED_SUMS,
-    *test_linears.COMPOSED_SEVERAL, *test_linears.COMPOSED_SOME,
-]  # fmt: skip
-BY_DEFAULT = [*test_traffic.MEMORY, *test_traffic.HEADS, *test_gated.HEADS, *test_linears.FUSED]
+LARGE = [*test_traffic.WIDTHS, *test_traffic.HEADS]
+CASES = [*LARGE, *test_norms.CASES, *test_linears.FUSED, *test_linears.COMPOSED, *test_linears.SOME]
 
 
 def rows(case):
-    """A row for each call: kernel, worst error of the case, sectors, the narrowest loads, instructions, seconds."""
-    try:
-        ran = execute(case)
-    except Violation as violation:
-        yield [str(case), str(violation)[:60], *[""] * 5]
-        return
-    issued = test_traffic.issue_shares(case, ran.program) if case in (*test_traffic.MEMORY, *test_traffic.HEADS) else {}
-    for i, found in enumerate(traffic.of(ran.program, case.large)):
-        share = issued.get(found.kernel)
-        yield [
-            "" if i else str(case),
-            found.kernel.removeprefix("jln_").removesuffix("_kernel"),
-            "" if i else f"{ran.worst:.2f}",
-            f"{found.sectors:.2f}" if found.widths else "",
-            " ".join(
-                f"{width}:{nbytes / sum(found.widths.values()):.0%}" for width, nbytes in sorted(found.widths.items())
-            ),
-            "" if share is None else f"{share:.2f}",
-            "" if i else f"{ran.seconds:.1f}",
-        ]
-
-
-def main() -> None:
-    words = sys.argv[1:]
-    chosen = [case for case in EVERY if any(w in str(case) for w in words)] if words else BY_DEFAULT
-    table = Table(title="Executed: large arrays only in sectors and loads; issue: 1 is all that the schedulers can")
-    for heading in ("case", "kernel", "error / allowed", "sectors", "loads, by bytes", "issue", "seconds"):
-        table.add_column(heading, **({"width": 60, "overflow": "fold"} if heading == "case" else {"no_wrap": True}))
-    for case in chosen:
-        for row in rows(case):
-            table.add_row(*row)
-    Console(width=150).print(table)
+    """A row for each call. Instructions are counted where there are many rows."""
+    ran = execute(case)
+    issued = test_traffic.issue_shares(case, ran.program) if case in LARGE else {}
+    for found in traffic.of(ran.program, case.large):
+        widths = " ".join(f"{w}:{n / sum(found.widths.values()):.0%}" for w, n in sorted(found.widths.items()))
+        issue = f"{issued[found.kernel]:.2f}" if found.kernel in issued else ""
+        yield str(case), found.kernel, f"{max(ran.shares.values()):.2f}", f"{found.sectors:.2f}", widths, issue
 
 
 if __name__ == "__main__":
-    main()
+    words = sys.argv[1:]
+    print("case | kernel | error / allowed | sectors | loads, by bytes | issue: 1 is all that the schedulers can")
+    for case in CASES:
+        if not words or any(word in str(case) for word in words):
+            for row in rows(case):
+                print(" | ".join(row), flush=True)

@@ -26,7 +26,7 @@ _FEW = 1000  # programs: persistent ones, each of which goes through many tiles
 def compiled(step: Callable[..., Any], *shapes: Any) -> tuple[program.CompiledProgram, dict[str, float]]:
     """Return the program for an H200, and {kernel: instructions, times warps}.
 
-    Branches are left out, as in `ptx.statistics`.
+    Branches are left out, as in `Stats.issued`.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = program.compile_for(step, *shapes, compiler_options={"xla_dump_to": folder})
@@ -39,43 +39,27 @@ def compiled(step: Callable[..., Any], *shapes: Any) -> tuple[program.CompiledPr
 
 def _of_xla(folder: pathlib.Path) -> list[Call]:
     """XLA's own kernels, from its dumps: PTX, and the launches as text."""
+    texts = {}
+    for file in folder.glob("*.ptx"):
+        # In the words of Triton's: no waits for the kernel before, one name for shared memory.
+        text = re.sub(r"\bshared_\d+\b", "global_smem", re.sub(r"griddepcontrol\.\w+;", "", file.read_text()))
+        text = text.replace("cvta.to.global.u64", "mov.b64").replace(".nc.", ".")
+        texts |= dict.fromkeys(re.findall(r"\.visible \.entry (\w+)", text), text)
     (sequence,) = folder.glob("*.thunk_sequence.txt")
-    launches = re.findall(
-        r"(\w+) grid: \[(\d+), 1, 1\] threads: \[(\d+), 1, 1\] +shared_memory: (\d+)", sequence.read_text()
-    )
-    texts = {entry: text for text in map(_as_tritons, folder.glob("*.ptx")) for entry in _entries(text)}
-    return [
-        Call(name, name, text, int(threads) // 32, int(shared) + _shared(text), (int(grid), 1, 1), _arrays(text))
-        for name, grid, threads, shared in launches
-        if (text := texts.get(name))
-    ]
-
-
-def _as_tritons(file: pathlib.Path) -> str:
-    """XLA's PTX in the words of Triton's: no waits for the kernel before, one name for shared memory."""
-    text = re.sub(r"griddepcontrol\.\w+;", "", file.read_text())
-    return re.sub(r"\bshared_\d+\b", "global_smem", text).replace("cvta.to.global.u64", "mov.b64").replace(".nc.", ".")
-
-
-def _entries(text: str) -> list[str]:
-    return re.findall(r"\.visible \.entry (\w+)", text)
-
-
-def _shared(text: str) -> int:
-    return sum(map(int, re.findall(r"\.shared .*\[(\d+)\]", text)))
-
-
-def _arrays(text: str) -> list[None]:
-    return [None] * len(re.findall(r"\.param \.u64", text))
+    launch = r"(\w+) grid: \[(\d+), 1, 1\] threads: \[(\d+), 1, 1\] +shared_memory: (\d+)"
+    calls = []
+    for name, grid, threads, shared in re.findall(launch, sequence.read_text()):
+        if text := texts.get(name):
+            fixed = sum(map(int, re.findall(r"\.shared .*\[(\d+)\]", text)))
+            arrays = [None] * len(re.findall(r"\.param \.u64", text))
+            calls.append(Call(name, name, text, int(threads) // 32, int(shared) + fixed, int(grid), arrays))
+    return calls
 
 
 class _Counting(Machine):
     """A machine whose global memory is zeros wherever it is read, so that the arrays may be as large as they are."""
 
-    def in_global(self, addresses: np.ndarray, *_: Any) -> np.ndarray:
-        return addresses
-
-    def load_global(self, at: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
+    def load_global(self, argument: str, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
         return np.zeros((len(lanes), width), np.uint8)
 
     def store_global(self, *_: Any) -> None:
@@ -85,7 +69,7 @@ class _Counting(Machine):
 def issued(call: Call) -> float:
     """The instructions of all programs of a call, from those of the first of them."""
     kernel = listing.parse(call.ptx, call.entry)
-    programs = min(call.grid[0], 4 if call.grid[0] < _FEW else _THREADS // kernel.threads)
+    programs = min(call.grid, 4 if call.grid < _FEW else _THREADS // kernel.threads)
     values = [("u64", 0) if p is None else p for p in call.parameters]
     given = {
         name: np.array(value, TYPES[ptx_type])
@@ -93,5 +77,5 @@ def issued(call: Call) -> float:
     }
     stats = Stats(call.name)
     with np.errstate(all="ignore"):
-        _Counting(call, kernel, Buffers([]), given, stats, first_wins=False, allow_contended=True).run(0, programs)
-    return stats.issued / programs * call.grid[0]
+        _Counting(call, kernel, Buffers([]), given, stats).run(0, programs)
+    return stats.issued / programs * call.grid

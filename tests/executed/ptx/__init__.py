@@ -6,10 +6,9 @@
 PTX, grid, warps, shared memory, operand order, scalars, aliases. This package executes their PTX; the rest of the text
 is compiled by XLA for the CPU.
 
-The files, in the order of reading: `program` (the lowered text), `call` (one Triton call), `launch` (buffers in,
-buffers out), `listing` (PTX as instructions), `machine` (programs of a grid in lockstep), `memory` and `races` (what
-may be touched, and in what order), `asynchronous` (what threads must wait for), `statistics`; `operands` and
-`instructions`, which are in a file for each kind.
+The files, in the order of reading: `call` (one Triton call), `program` (the lowered text; buffers in, buffers out),
+`listing` (PTX as instructions), `machine` (programs of a grid in lockstep), `memory` (what may be touched, and in what
+order), and the instructions, a file for each kind, with what threads must wait for.
 
 A `Violation` names kernel, line and thread of what a GPU would let pass or punish at random:
 
@@ -26,9 +25,7 @@ Arithmetic is PTX's, bit for bit, but for `approx` and `full` (computed exactly)
 order in which a matrix product is summed.
 """
 
-from ptx.call import Call
+from ptx.call import Call, Stats, Violation
 from ptx.program import Program
-from ptx.statistics import H200, DataSheet, Stats
-from ptx.violation import Violation
 
-__all__ = ["H200", "Call", "DataSheet", "Program", "Stats", "Violation"]
+__all__ = ["Call", "Program", "Stats", "Violation"]

@@ -5,17 +5,22 @@ The numbers of the fields are those of jaxlib's gpu/triton.proto.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
-import struct
 import zlib
 from typing import Any
 
-from ptx.violation import Violation
+import numpy as np
 
 TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi")  # untyped and typed
 ALIGNMENT = 16  # of an array's address, as far as jaxlib's launcher checks what a kernel was compiled for
-_SCALARS = {2: "u8", 3: "s32", 4: "u32", 5: "s64", 6: "u64", 7: "f32", 8: "f64"}
+SECTOR = 32  # bytes that a GPU moves at least
+_SCALARS = {3: "s32", 5: "s64"}
+
+
+class Violation(Exception):
+    """A fault of a kernel or of its launch that a GPU would let pass, or punish at random."""
 
 
 @dataclasses.dataclass
@@ -27,14 +32,29 @@ class Call:
     ptx: str
     warps: int
     shared: int  # bytes
-    grid: tuple[int, ...]
-    parameters: list[tuple[str, int | float] | None]  # (PTX type, value) of a scalar; None of an array
+    grid: int
+    parameters: list[tuple[str, int] | None]  # (PTX type, value) of a scalar; None of an array
     aliases: dict[int, int] = dataclasses.field(default_factory=dict)  # {operand: result}
 
 
-def is_call(operation: Any) -> bool:
-    """True for an operation of an MLIR module that launches a Triton kernel."""
-    return operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value in TARGETS
+@dataclasses.dataclass
+class Stats:
+    """The counts of one call of a program, over all its executions."""
+
+    name: str
+    executions: int = 0
+    issued: int = 0  # instructions times warps, as a scheduler would count, but for branches
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # {buffer: the shape of its array}
+    # {("read" or "written", buffer, width in bytes): [bytes of sectors, bytes asked for]}
+    accesses: dict[tuple[str, int, int], np.ndarray] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(lambda: np.zeros(2, np.int64))
+    )
+
+    def count(self, kind: str, buffer: int, addresses: np.ndarray, width: int) -> None:
+        """Add the accesses of `width` bytes to a buffer at [warps, 32] addresses, -1 where a thread makes none."""
+        ordered = np.sort(addresses, 1)
+        sectors, places = (np.count_nonzero(np.diff(a, axis=1, prepend=-1)) for a in (ordered // SECTOR, ordered))
+        self.accesses[kind, buffer, width] += (SECTOR * sectors, places * width)
 
 
 def of_operation(operation: Any) -> Call:
@@ -46,41 +66,32 @@ def of_operation(operation: Any) -> Call:
         config = attributes["backend_config"].value_bytes
     aliases = str(attributes["output_operand_aliases"]) if "output_operand_aliases" in attributes else ""
     pairs = re.findall(r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)", aliases)
-    return _of_protobuf(zlib.decompress(config), {int(operand): int(result or 0) for result, operand in pairs})
 
-
-def _of_protobuf(data: bytes, aliases: dict[int, int]) -> Call:
-    any_call = dict(_fields(data))  # 1 kernel_call, 2 autotuned_kernel_call, 4 name
-    if 1 not in any_call:
-        raise NotImplementedError("an autotuned call")
-    call = _fields(any_call[1])  # 1 kernel, 2 to 4 grid, 5 parameters
-    once = dict(call)
-    kernel = dict(_fields(once[1]))  # 1 name, 2 warps, 3 shared memory, 4 PTX, 10 programs of a cluster
-    if kernel.get(10, 1) != 1:
-        raise NotImplementedError("clusters of programs")
+    any_call = dict(_fields(zlib.decompress(config)))  # 1 kernel_call, 4 name
+    fields = _fields(any_call[1])  # 1 kernel, 2 to 4 grid, 5 parameters
+    call = dict(fields)
+    kernel = dict(_fields(call[1]))  # 1 name, 2 warps, 3 shared memory, 4 PTX, 10 programs of a cluster
+    if (kernel.get(10, 1), call.get(3, 1), call.get(4, 1)) != (1, 1, 1):
+        raise NotImplementedError("clusters of programs, or a grid of more than one dimension")
     return Call(
         name=any_call[4].decode(),
         entry=kernel[1].decode(),
         ptx=kernel[4].decode(),
         warps=kernel[2],
         shared=kernel.get(3, 0),
-        grid=tuple(once.get(axis, 1) for axis in (2, 3, 4)),
-        parameters=[_parameter(raw) for number, raw in call if number == 5],
-        aliases=aliases,
+        grid=call.get(2, 1),
+        parameters=[_parameter(raw) for number, raw in fields if number == 5],
+        aliases={int(operand): int(result or 0) for result, operand in pairs},
     )
 
 
-def _parameter(data: bytes) -> tuple[str, int | float] | None:
+def _parameter(data: bytes) -> tuple[str, int] | None:
     ((kind, value),) = _fields(data) or [(0, 0)]
     if kind == 1:  # an array: 1 bytes to fill with zeros first, 2 what its address must be a multiple of
         array = dict(_fields(value))
-        if array.get(1):
-            raise NotImplementedError("a result that is filled with zeros first")
-        if array.get(2, 0) > ALIGNMENT:
-            raise Violation(f"an array's address is wanted at multiples of {array[2]} bytes")
+        if array.get(1) or array.get(2, 0) > ALIGNMENT:
+            raise Violation(f"an array that is filled with zeros, or wanted at multiples of many bytes: {array}")
         return None
-    if isinstance(value, bytes):
-        (value,) = struct.unpack("<f" if kind == 7 else "<d", value)
     return _SCALARS[kind], value
 
 
@@ -98,11 +109,8 @@ def _fields(data: bytes) -> list[tuple[int, Any]]:
                 return value
 
     while at < len(data):
-        key = varint()
-        if key & 7 == 0:
-            found.append((key >> 3, varint()))
-        else:
-            length = {1: 8, 5: 4}.get(key & 7) or varint()
-            found.append((key >> 3, data[at : at + length]))
-            at += length
+        key, value = varint(), varint()
+        if key & 7:  # bytes, `value` of them
+            at, value = at + value, data[at : at + value]
+        found.append((key >> 3, value))
     return found

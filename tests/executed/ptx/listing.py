@@ -1,4 +1,7 @@
-"""The text of a kernel as instructions, each with the function that executes it."""
+"""The text of a kernel as instructions, each with the function that executes it.
+
+Those functions take the machine, and act for all of its threads at once; compiling looks at the text once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ptx import instructions
+from ptx import arithmetic, asynchronous, moves, tcgen05, tensor_cores
+
+_TABLE = arithmetic.TABLE | moves.TABLE | asynchronous.TABLE | tensor_cores.TABLE | tcgen05.TABLE
+_OF_A_WARP = {"shfl", "redux", "elect", "ldmatrix", "stmatrix", "mma"}
 
 
 @dataclasses.dataclass
@@ -61,8 +67,6 @@ def parse(ptx: str, entry: str) -> Listing:
         for part in filter(None, map(str.strip, text.split(";"))):
             if part[0] != ".":  # a declaration
                 code.append(_instruction(part, n + 1))
-    for instruction in code:
-        instruction.run = instructions.compile(instruction)
     return Listing(code, labels, parameters, threads=int(re.search(r"\.reqntid (\d+)", declared)[1]))
 
 
@@ -93,11 +97,20 @@ def _without_blocks(lines: list[str]) -> list[str]:
 
 def _instruction(text: str, line: int) -> Instruction:
     match = _INSTRUCTION.match(text)
-    if match is None:
+    op = match[3].split(".") if match else [""]
+    if op[0] not in _TABLE:
         raise NotImplementedError(f"line {line}: {text}")
-    negated, guard, op, args = match.groups()
-    arguments = [a.strip() for a in _ARGUMENT.findall(args)]
-    words = op.split(".")
-    return Instruction(
-        line, text, (guard, negated == "!") if guard else None, words, arguments, instructions.together(words)
-    )
+    arguments = [a.strip() for a in _ARGUMENT.findall(match[4])]
+    guard = (match[2], match[1] == "!") if match[2] else None
+    instruction = Instruction(line, text, guard, op, arguments, _together(op))
+    instruction.run = _TABLE[op[0]](instruction)
+    return instruction
+
+
+def _together(op: list[str]) -> int:
+    """The number of threads that must execute an instruction together; 0 for all threads of the program."""
+    if op[0] == "wgmma":
+        return 128
+    if op[0] in _OF_A_WARP or op[:2] == ["bar", "warp"] or (op[0] == "tcgen05" and "sync" in op):
+        return 32
+    return 0 if op[0] in ("bar", "barrier", "fence") or op[:2] == ["mbarrier", "try_wait"] else 1

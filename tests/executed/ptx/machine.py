@@ -13,15 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ptx import races
 from ptx.asynchronous import Copies, Products
-from ptx.call import Call
+from ptx.call import Call, Stats, Violation
 from ptx.listing import Listing
-from ptx.memory import READABLE, WRITABLE, WRITTEN, Buffers, Shared, granules
+from ptx.memory import READABLE, WRITABLE, WRITTEN, Buffers, Shared, Space, identity
 from ptx.operands import SHARED_BASE, register_width
-from ptx.statistics import Stats
 from ptx.tensor_memory import TensorMemory
-from ptx.violation import Violation
 
 _ADDRESS = re.compile(r"\[\s*(.+?)\s*(?:\+\s*(-?\w+))?\s*\]$")
 
@@ -29,29 +26,21 @@ _ADDRESS = re.compile(r"\[\s*(.+?)\s*(?:\+\s*(-?\w+))?\s*\]$")
 class Machine:
     """Runs programs of one call. `given` has the kernel's parameters by name; instructions work on the rest."""
 
-    def __init__(
-        self,
-        call: Call,
-        listing: Listing,
-        buffers: Buffers,
-        given: dict[str, np.ndarray],
-        stats: Stats,
-        *,
-        first_wins: bool,
-        allow_contended: bool,
-    ):
+    def __init__(self, call: Call, listing: Listing, buffers: Buffers, given: dict[str, np.ndarray], stats: Stats):
         self.call, self.listing, self.buffers, self.given, self.stats = call, listing, buffers, given, stats
-        self.first_wins, self.allow_contended = first_wins, allow_contended
         self.threads = listing.threads
 
-    def fail(self, what: str, lanes: np.ndarray | None = None, **more: Any) -> None:
+    def fail(self, what: str, lanes: np.ndarray | None = None) -> None:
         """Raise a Violation at this instruction; `lanes` are the threads that it is about."""
         if lanes is not None and len(lanes):
-            lane = int(lanes[0])
-            what += f", program {self.program[lane]} thread {self.thread[lane]}"
+            what += f", program {self.program[lanes[0]]} thread {self.thread[lanes[0]]}"
             what += f" and {len(lanes) - 1} more" if len(lanes) > 1 else ""
-        what += "".join(f", {name} {value}" for name, value in more.items())
         raise Violation(f"{self.call.name}: line {self.now.line}: {what}: {self.now.text}")
+
+    def refuse(self, bad: np.ndarray, lanes: np.ndarray, what: str) -> None:
+        """Fail if any of `bad`, [lanes] or [lanes, width], is True."""
+        if bad.any():
+            self.fail(what, lanes[bad.reshape(len(lanes), -1).any(1)])
 
     # Control
 
@@ -77,8 +66,7 @@ class Machine:
                 everyone = bool(active.all())
             self.now = instruction = code[at]
             self.active = None if everyone else active
-            leaves = instruction.op[0] in ("bra", "brx", "ret")
-            if leaves:
+            if instruction.op[0] in ("bra", "brx", "ret"):
                 mask = self.mask()
                 taken = active if mask is None else mask
                 if instruction.op[0] == "bra" and taken.any():
@@ -93,8 +81,7 @@ class Machine:
                 wait_at(at, active)
                 parked.add(at)
             else:
-                self.stats.instructions += 1
-                self.stats.issued += self._warps(self.active)
+                self.stats.issued += self.n // 32 if everyone else int(active.reshape(-1, 32).any(1).sum())
                 instruction.run(self)
                 at += 1
                 continue
@@ -102,13 +89,13 @@ class Machine:
             active = waiting.pop(at)
             parked.discard(at)
             everyone = bool(active.all())
-        if self.copies.under_way or self.products.under_way or not self.tensor_memory.quiet:
+        if self.copies.under_way or self.products.under_way or self.tensor_memory.columns:
             self.fail("the kernel ends with a copy or a product that nobody waited for, or with tensor memory")
 
     def _part(self, instruction: Any, taken: np.ndarray, wait_at: Callable[[int, np.ndarray], None]) -> None:
         """Send every thread to the label that its register chooses of the table."""
         register, *table = instruction.args
-        chosen = np.broadcast_to(self.read_register(register), taken.shape)
+        chosen = self.spread(self.read_register(register))
         if (chosen[taken] >= len(table)).any():
             self.fail(f"a branch past the {len(table)} labels of its table", np.flatnonzero(taken))
         for i, label in enumerate(table):
@@ -120,9 +107,6 @@ class Machine:
         present = active.reshape(-1, together or self.threads)
         return bool((present.any(1) & ~present.all(1)).any())
 
-    def _warps(self, active: np.ndarray | None) -> int:
-        return self.n // 32 if active is None else int(active.reshape(-1, 32).any(1).sum())
-
     def _reset(self, first: int, count: int) -> None:
         self.programs, self.n = count, count * self.threads
         self.lane = np.arange(self.n)
@@ -132,14 +116,10 @@ class Machine:
         self.barriers, self.warp_barriers = np.zeros(count, np.int64), np.zeros(self.n // 32, np.int64)
         self.shared = Shared(self.call.shared, count)
         self.unread: dict[str, str] = {}  # registers that may not be touched yet, and what must be waited for
-        self.undefined: dict[str, int] = {}  # registers with bytes of what was never written, a bit for each byte
         self.held: dict[str, str] = {}  # likewise those that may be read, not written
         self.copies, self.products, self.tensor_memory = Copies(self), Products(self), TensorMemory(self)
         self.registers: dict[str, Any] = {"%tid.x": self.thread, "%ctaid.x": self.program}
-        self.registers |= {"%ntid.x": np.uint32(self.threads), "%nctaid.x": np.uint32(self.call.grid[0])}
-        for axis in "yz":
-            self.registers |= {f"%tid.{axis}": np.uint32(0), f"%ctaid.{axis}": np.uint32(0)}
-            self.registers |= {f"%ntid.{axis}": np.uint32(1), f"%nctaid.{axis}": np.uint32(1)}
+        self.registers |= {"%ntid.x": np.uint32(self.threads), "%nctaid.x": np.uint32(self.call.grid)}
 
     def mask(self) -> np.ndarray | None:
         """The threads that execute this instruction; None for all."""
@@ -155,19 +135,22 @@ class Machine:
         mask = self.mask()
         return self.lane if mask is None else np.flatnonzero(mask)
 
-    def whole_warps(self, lanes: np.ndarray) -> None:
-        """Fail if only some threads of a warp are there."""
+    def whole(self, size: int, what: str) -> np.ndarray:
+        """The threads that execute this instruction; fail if of any `size` of them only some do."""
+        lanes = self.lanes()
         if len(lanes) != self.n:
-            present = np.bincount(lanes // 32, minlength=self.n // 32)
-            if ((present > 0) & (present < 32)).any():
-                self.fail("only some threads of a warp get here", lanes)
+            present = np.bincount(lanes // size, minlength=self.n // size)
+            if ((present > 0) & (present < size)).any():
+                self.fail(f"only some threads of {what} get here", lanes)
+        return lanes
 
-    def whole_programs(self, lanes: np.ndarray) -> np.ndarray:
-        """The programs that these threads are; fail if only some threads of one are there."""
-        present = np.bincount(self.local[lanes], minlength=self.programs)
-        if ((present > 0) & (present < self.threads)).any():
-            self.fail("only some threads of the program get here", lanes)
-        return present > 0
+    def whole_warps(self) -> np.ndarray:
+        return self.whole(32, "a warp")
+
+    def whole_programs(self) -> np.ndarray:
+        """The programs whose threads execute this instruction, as a mask."""
+        lanes = self.whole(self.threads, "the program")
+        return np.bincount(self.local[lanes], minlength=self.programs) > 0
 
     # Registers
 
@@ -184,9 +167,10 @@ class Machine:
         """Write a register without a check."""
         mask = self.mask()
         if mask is not None:
-            value = np.where(mask, value, self.registers[name] if name in self.registers else _nobodys(value))
+            # A register that was never written is all ones, a NaN.
+            before = self.registers[name] if name in self.registers else ~np.zeros_like(value)
+            value = np.where(mask, value, before)
         self.registers[name] = value
-        self.undefined.pop(name, None)
 
     def write_bits(self, name: str, value: np.ndarray) -> None:
         """Write bits of any type into a register that may be wider."""
@@ -198,13 +182,17 @@ class Machine:
             value = value.astype(f"u{width}")
         self.write_register(name, value)
 
+    def write_some(self, name: str, lanes: np.ndarray, values: np.ndarray) -> None:
+        """Write bits [lanes] into a register of these threads."""
+        whole = np.zeros(self.n, values.dtype)
+        whole[lanes] = values
+        self.write_bits(name, whole)
+
     def read_register(self, name: str) -> np.ndarray:
         if name not in self.registers:
             self.fail(f"{name} was never written")
         if name in self.unread:
             self.fail(f"{name} is read before {self.unread[name]}")
-        if name in self.undefined:
-            self.fail(f"{name} has bytes that were never written")
         return self.registers[name]
 
     def spread(self, value: Any) -> np.ndarray:
@@ -214,130 +202,81 @@ class Machine:
     # Memory
 
     def who(self, lanes: np.ndarray) -> np.ndarray:
-        """The identities [lanes, 1] of threads, as `races` knows them."""
-        local, warp = self.local[lanes], lanes // 32
-        return races.identity(self.program[lanes], self.barriers[local], self.warp_barriers[warp], self.thread[lanes])[
-            :, None
-        ]
+        """The identities [lanes, 1] of threads, as `Races` knows them."""
+        barriers, warp_barriers = self.barriers[self.local[lanes]], self.warp_barriers[lanes // 32]
+        return identity(self.program[lanes], barriers, warp_barriers, self.thread[lanes])[:, None]
 
-    def address(self, argument: str, dtype: type) -> np.ndarray:
-        """The address [register + offset] in every thread: uint64 for global memory, int64 for shared."""
+    def address(self, argument: str, lanes: np.ndarray) -> np.ndarray:
+        """The address [register + offset] in each of these threads."""
         match = _ADDRESS.match(argument)
         assert match is not None, argument
         base, offset = match[1], int(match[2] or "0", 0)
-        if base[0] == "%":
-            start = self.read_register(base)
-        else:
-            start = np.array(SHARED_BASE if base == "global_smem" else int(base, 0))
-        return self.spread(start).astype(dtype) + dtype(offset % 2**64 if dtype is np.uint64 else offset)
+        start = self.read_register(base) if base[0] == "%" else SHARED_BASE if base == "global_smem" else int(base, 0)
+        return self.spread(start)[lanes].astype(np.int64) + offset
 
-    def in_global(self, addresses: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
-        """The places in global memory of one access of each of these lanes, checked."""
-        bad = addresses % np.uint64(width) != 0
-        if bad.any():
-            self.fail(
-                f"{what} of {width} bytes at an address that is no multiple", lanes[bad], address=hex(addresses[bad][0])
-            )
+    def in_global(self, argument: str, lanes: np.ndarray, width: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+        """The addresses [lanes] and places [lanes, width] in global memory of one access of each lane, checked."""
+        addresses = self.address(argument, lanes)
+        self.refuse(addresses % width != 0, lanes, f"{what} of {width} bytes at an address that is no multiple")
         at, good = self.buffers.find(addresses, width)
-        if not good.all():
-            self.fail(f"{what} outside every buffer", lanes[~good], address=hex(addresses[~good][0]))
-        return at
+        self.refuse(~good, lanes, f"{what} outside every buffer")
+        return addresses, at[:, None] + np.arange(width)
 
-    def in_shared(self, addresses: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
-        """The places in shared memory of one access of each of these lanes, checked."""
+    def in_shared(self, argument: str, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
+        """The places [lanes, width] in shared memory of one access of each of these lanes, checked."""
+        return self.shared_places(self.address(argument, lanes), lanes, width, what)
+
+    def shared_places(self, addresses: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
         offset = addresses - SHARED_BASE
-        bad = offset % width != 0
-        if bad.any():
-            self.fail(
-                f"{what} of {width} bytes in shared memory at no multiple", lanes[bad], offset=int(offset[bad][0])
-            )
+        self.refuse(offset % width != 0, lanes, f"{what} of {width} bytes in shared memory at no multiple")
         bad = (offset < 0) | (offset + width > self.call.shared)
-        if bad.any():
-            self.fail(
-                f"{what} outside shared memory of {self.call.shared} bytes", lanes[bad], offset=int(offset[bad][0])
-            )
-        return offset + self.local[lanes] * self.shared.room
+        self.refuse(bad, lanes, f"{what} outside shared memory of {self.call.shared} bytes")
+        return (offset + self.local[lanes] * self.shared.room)[:, None] + np.arange(width)
 
-    def load_global(self, at: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
+    def load_global(self, argument: str, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
         """Load [lanes, width] bytes of global memory."""
-        space, places = self.buffers.space, at[:, None] + np.arange(width)
-        self._initialised(space, places, lanes, what)
-        if (space.state[at] & WRITABLE).any():  # operands have no writers
-            bad = space.races.read(granules(places), self.who(lanes))
-            if bad.any():
-                self.fail(f"{what} of what another thread writes, and no barrier between", lanes[bad])
+        addresses, places = self.in_global(argument, lanes, width, what)
+        self._count("read", addresses, lanes, width)
+        return self.load(self.buffers, places, lanes, what)
+
+    def store_global(self, argument: str, lanes: np.ndarray, data: np.ndarray, what: str) -> None:
+        """Store [lanes, width] bytes to global memory."""
+        addresses, places = self.in_global(argument, lanes, data.shape[1], what)
+        self._count("written", addresses, lanes, data.shape[1])
+        self.store(self.buffers, places, lanes, data, what)
+
+    def _count(self, kind: str, addresses: np.ndarray, lanes: np.ndarray, width: int) -> None:
+        if len(lanes):
+            rows = np.full(self.n, -1)
+            rows[lanes] = addresses
+            self.stats.count(kind, int(self.buffers.number(addresses[0])), rows.reshape(-1, 32), width)
+
+    def load(self, space: Space, places: np.ndarray, lanes: np.ndarray, what: str) -> np.ndarray:
+        """Load the bytes [lanes, width] at these places."""
+        if space is self.shared:
+            self.check_quiet(places, lanes, what)
+        state = space.state[places]
+        self.refuse(state & READABLE == 0, lanes, f"{what} of bytes that nobody wrote")
+        if (state & WRITABLE).any():  # operands have no writers
+            bad = space.races.read(places, self.who(lanes))
+            self.refuse(bad, lanes, f"{what} of what another thread writes, and no barrier between")
         return space.bytes[places]
 
-    def load_shared(self, at: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
-        """Load [lanes, width] bytes of shared memory."""
-        space, places = self.shared, at[:, None] + np.arange(width)
-        cells = granules(places)
-        self.check_quiet(cells, lanes, what)
-        self._initialised(space, places, lanes, what)
-        bad = space.races.read(cells, self.who(lanes))
-        if bad.any():
-            self.fail(f"{what} of what another thread writes, and no barrier between", lanes[bad])
-        return space.bytes[places]
-
-    def store_global(self, at: np.ndarray, lanes: np.ndarray, data: np.ndarray, what: str) -> None:
-        """Store `data`, [lanes, width] bytes, to global memory."""
-        space, places = self.buffers.space, at[:, None] + np.arange(data.shape[1])
-        bad = (space.state[places] & WRITABLE == 0).any(1)
-        if bad.any():
-            self.fail(f"{what} to an operand", lanes[bad])
-        self._store(space, places, lanes, data, what)
-
-    def store_shared(self, at: np.ndarray, lanes: np.ndarray, data: np.ndarray, what: str) -> None:
-        """Store `data`, [lanes, width] bytes, to shared memory."""
-        places = at[:, None] + np.arange(data.shape[1])
-        cells = granules(places)
-        self.check_quiet(cells, lanes, what)
-        self.shared.unfenced[cells] = True
-        self._store(self.shared, places, lanes, data, what)
-
-    def _initialised(self, space: Any, places: np.ndarray, lanes: np.ndarray, what: str) -> None:
-        bad = (space.state[places] & READABLE == 0).any(1)
-        if bad.any():
-            self.fail(f"{what} of bytes that nobody wrote", lanes[bad])
-
-    def check_quiet(self, cells: np.ndarray, lanes: np.ndarray, what: str) -> None:
-        """Fail where something asynchronous is still at work on these granules of shared memory."""
-        bad = self.shared.filling[cells].any(1)
-        if bad.any():
-            self.fail(f"{what} where cp.async may still be writing", lanes[bad])
-        bad = self.shared.reading[cells].any(1)
-        if "read" not in what and bad.any():
-            self.fail(f"{what} where a product may still be reading", lanes[bad])
-
-    def _store(self, space: Any, places: np.ndarray, lanes: np.ndarray, data: np.ndarray, what: str) -> None:
+    def store(self, space: Space, places: np.ndarray, lanes: np.ndarray, data: np.ndarray, what: str) -> None:
+        """Store the bytes [lanes, width] to these places."""
+        if space is self.shared:
+            self.check_quiet(places, lanes, what)
+            self.shared.unfenced[places] = True
+        self.refuse(space.state[places] & WRITABLE == 0, lanes, f"{what} to an operand")
         changes = (space.bytes[places] != data).any(1)
-        order = slice(None, None, -1 if self.first_wins else 1)
-        # numpy takes the last of several; but a reversed view in its own order
-        space.bytes[places[order].copy()] = data[order].copy()
-        lost = (space.bytes[places] != data).any(1)
-        if lost.any():
-            self._contended(space, places, lanes, data, lost, what)
+        space.bytes[places] = data
+        self.refuse(space.bytes[places] != data, lanes, f"{what} of different values by several threads at once")
         space.state[places] |= READABLE | WRITTEN
-        bad = space.races.write(granules(places), self.who(lanes), changes)
-        if bad.any():
-            self.fail(f"{what} where another thread reads or writes, and no barrier between", lanes[bad])
+        bad = space.races.write(places, self.who(lanes), changes)
+        self.refuse(bad, lanes, f"{what} where another thread reads or writes, and no barrier between")
 
-    def _contended(
-        self, space: Any, places: np.ndarray, lanes: np.ndarray, data: np.ndarray, lost: np.ndarray, what: str
-    ) -> None:
-        """Judge several threads' different values for one place at once: `lost` are those whose value did not stay."""
-        if not self.allow_contended:
-            self.fail(f"{what} of different values by several threads at once", lanes[lost])
-        dtype = np.float64 if self.now.op[-1].endswith("64") else np.float32
-        if data.shape[1] % dtype().itemsize:
-            self.fail(f"{what} of different values by several threads at once", lanes[lost])
-        kept, wanted = (np.ascontiguousarray(v).view(dtype) for v in (space.bytes[places[lost]], data[lost]))
-        if (np.abs(kept - wanted) > 1e-5 * np.nanmax(np.abs(wanted))).any():
-            self.fail(f"{what} of different values by several threads at once", lanes[lost])
-        self.stats.contended[self.now.line] += int(lost.sum())
-
-
-def _nobodys(value: np.ndarray) -> np.ndarray:
-    """The content of a register that was never written: all ones, a NaN."""
-    dtype = np.asarray(value).dtype
-    return np.bool_(True) if dtype.kind == "b" else np.array(-1).astype(dtype)
+    def check_quiet(self, places: np.ndarray, lanes: np.ndarray, what: str) -> None:
+        """Fail where something asynchronous is still at work on these places of shared memory."""
+        self.refuse(self.shared.filling[places], lanes, f"{what} where cp.async may still be writing")
+        if "read" not in what:
+            self.refuse(self.shared.reading[places] > 0, lanes, f"{what} where a product may still be reading")

@@ -5,7 +5,6 @@ Of the shapes those that Triton makes of our kernels: products of 64 rows, loads
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from ptx.tensor_cores import matrix_places, numbers
 _ROWS = 64
 # Row r of a product of 64 is in lane r % 16 of those that belong to warp r // 16.
 _LANES = 32 * (np.arange(_ROWS) // 16) + np.arange(_ROWS) % 16
-_TYPES = {("kind::f16", 0): "f16", ("kind::f16", 1): "bf16", ("kind::tf32", 2): "tf32"}
+_K = 16
 
 
 def _tcgen05(i: Any):
@@ -28,7 +27,7 @@ def _tcgen05(i: Any):
     if i.op[1] == "wait::st":
         return lambda m: m.tensor_memory.wait_stores()
     if i.op[1] == "relinquish_alloc_permit":
-        return lambda m: m.whole_warps(m.lanes())
+        return lambda m: m.whole_warps()
     raise NotImplementedError(i.text)
 
 
@@ -36,11 +35,10 @@ def _alloc(i):
     columns = int(i.args[1], 0)
 
     def run(m):
-        lanes = m.lanes()
-        m.whole_warps(lanes)
-        address = np.full(len(lanes), m.tensor_memory.allocate(columns, lanes), np.uint32)
-        at = m.in_shared(m.address(i.args[0], np.int64)[lanes], lanes, 4, "a write")
-        m.store_shared(at[::32], lanes[::32], address[::32, None].view(np.uint8), "a write")
+        lanes = m.whole_warps()
+        first = lanes[::32]
+        address = np.full((len(first), 1), m.tensor_memory.allocate(columns, lanes), np.uint32)
+        m.store(m.shared, m.in_shared(i.args[0], first, 4, "a write"), first, address.view(np.uint8), "a write")
 
     return run
 
@@ -49,8 +47,7 @@ def _dealloc(i):
     get, columns = operand(i.args[0], "b32"), int(i.args[1], 0)
 
     def run(m):
-        lanes = m.lanes()
-        m.whole_warps(lanes)
+        lanes = m.whole_warps()
         m.tensor_memory.free(m.spread(get(m))[lanes], columns)
 
     return run
@@ -69,11 +66,8 @@ def _move(i):
     get = None if loads else [operand(r, "b32") for r in registers]
 
     def run(m):
-        lanes = m.lanes()
-        if not len(lanes):
-            return
-        m.whole_warps(lanes)
-        at = m.address(address, np.int64)[lanes]
+        lanes = m.whole_warps()
+        at = m.address(address, lanes)
         lane, column = at >> 16, at & 0xFFFF
         first = lane - m.thread[lanes] // 32 % 4 * 32  # of the 32 that belong to this warp
         if (at.reshape(-1, 32) != at[::32, None]).any() or ((first != 0) & (first != 16)).any():
@@ -83,10 +77,8 @@ def _move(i):
         cells = m.tensor_memory.cells(m.local[lanes, None], (lane + own)[:, None], columns)
         if loads:
             values = m.tensor_memory.load(cells, lanes)
-            for k, register in enumerate(registers):
-                whole = np.zeros(m.n, np.uint32)
-                whole[lanes] = values[:, k]
-                m.write_bits(register, whole)
+            for register, value in zip(registers, values.T, strict=True):
+                m.write_some(register, lanes, value)
         else:
             m.tensor_memory.store(cells, lanes, np.stack([m.spread(g(m))[lanes] for g in get], 1))
 
@@ -98,9 +90,8 @@ def _mma(i):
 
     D is in tensor memory, A too or in shared memory.
     """
-    if i.op[2] != "cta_group::1" or len(i.args) != 5:
+    if i.op[2:] != ["cta_group::1", "kind::f16"] or len(i.args) != 5:
         raise NotImplementedError(i.text)
-    kind = i.op[3]
     a = None if i.args[1][0] == "[" else operand(i.args[1], "u64")
     b, description, add = operand(i.args[2], "u64"), operand(i.args[3], "u32"), operand(i.args[4], "pred")
 
@@ -113,15 +104,14 @@ def _mma(i):
         word = np.unique(m.spread(description(m))[lanes])
         if len(word) > 1:
             raise NotImplementedError("programs with different products")
-        of, n, turned = _described(int(word[0]), kind, i.text)
-        k, size = (8, 4) if of == "tf32" else (16, 2)
+        of, n, turned = _described(int(word[0]), i.text)
         programs, reads = m.local[lanes], []
 
         def shared(get, rows, turned):
-            places = matrix_places(m.spread(get(m))[lanes].astype(np.int64), rows, k, size, turned)
-            data, note = m.products.read(places.reshape(-1), np.repeat(lanes, rows * k), size)
+            places = matrix_places(m.spread(get(m))[lanes].astype(np.int64), rows, _K, 2, turned)
+            data, note = m.products.read(places.reshape(-1), np.repeat(lanes, rows * _K), 2)
             reads.append(note)
-            return numbers(data.view(f"u{size}"), of).reshape(-1, rows, k)
+            return numbers(data.view(np.uint16), of).reshape(-1, rows, _K)
 
         def matrix_cells(at, columns):
             at = at[:, None, None]
@@ -132,13 +122,13 @@ def _mma(i):
 
         factors = None
         if a is None:
-            factors = matrix_cells(m.address(i.args[1], np.int64)[lanes], k * size // 4)
+            factors = matrix_cells(m.address(i.args[1], lanes), _K // 2)
             bits = np.ascontiguousarray(m.tensor_memory.factors(factors, lanes))
-            A = numbers(bits.view(f"u{size}"), of).reshape(-1, _ROWS, k)
+            A = numbers(bits.view(np.uint16), of).reshape(-1, _ROWS, _K)
         else:
             A = shared(a, _ROWS, turned[0])
         B = shared(b, n, turned[1])
-        sums = matrix_cells(m.address(i.args[0], np.int64)[lanes], n)
+        sums = matrix_cells(m.address(i.args[0], lanes), n)
         D = (A @ B.transpose(0, 2, 1)).reshape(len(lanes), -1)
         keep = m.spread(add(m))[lanes, None]
         if keep.any():
@@ -148,19 +138,17 @@ def _mma(i):
     return run
 
 
-def _described(word, kind, text):
+def _described(word, text):
     """Return the operands' type, n, and whether A and B are turned, from a product's description in 32 bits."""
-    of = _TYPES.get((kind, word >> 7 & 7))
-    if of is None or word >> 10 & 7 != word >> 7 & 7 or word >> 4 & 3 != 1 or word >> 24 & 31 != _ROWS // 16:
-        raise NotImplementedError(f"{text} of {word:#x}")
-    if word & 0x600F:
+    of = {0: "f16", 1: "bf16"}.get(word >> 7 & 7)
+    if of is None or word & 0x1F007C3F != _ROWS // 16 << 24 | (word >> 7 & 7) << 10 | 1 << 4:
         raise NotImplementedError(f"{text} of {word:#x}")
     return of, (word >> 17 & 63) * 8, (bool(word >> 15 & 1), bool(word >> 16 & 1))
 
 
 def _barrier(m, argument, lanes):
     """An mbarrier's place in shared memory, the same in all programs."""
-    at = np.unique(m.in_shared(m.address(argument, np.int64)[lanes], lanes, 8, "an mbarrier") % m.shared.room)
+    at = np.unique(m.in_shared(argument, lanes, 8, "an mbarrier")[:, 0] % m.shared.room)
     if len(at) != 1:
         m.fail("several mbarriers at once", lanes)
     return int(at[0])
@@ -175,37 +163,28 @@ def _commit(i):
 
 
 def _mbarrier(i):
-    if i.op[1] == "init" and int(i.args[1], 0) != 1:
+    what = i.op[1]
+    if what == "try_wait":
+        return _try_wait(i)
+    if (what, i.args[1:]) not in (("init", ["1"]), ("inval", [])):
         raise NotImplementedError(i.text)
-    if i.op[1] in ("init", "inval"):
-
-        def begin_or_end(m):
-            if len(lanes := m.lanes()):
-                barrier = _barrier(m, i.args[0], lanes)
-                (m.tensor_memory.start_barrier if i.op[1] == "init" else m.tensor_memory.end_barrier)(barrier, lanes)
-
-        return begin_or_end
-    if i.op[1:3] != ["try_wait", "parity"]:
-        raise NotImplementedError(i.text)
-    parity = operand(i.args[2], "u32")
-
-    def wait(m):
-        lanes = m.lanes()
-        m.tensor_memory.passed(_barrier(m, i.args[1], lanes), m.spread(parity(m))[lanes], lanes)
-        m.write_register(i.args[0], np.ones(m.n, bool))
-
-    return wait
-
-
-def _elect(i):
-    """The first thread of each warp."""
-    _, predicate = re.split(r"\|", i.args[0])
 
     def run(m):
-        m.whole_warps(m.lanes())
-        m.write_register(predicate, m.lane % 32 == 0)
+        if len(lanes := m.lanes()):
+            m.tensor_memory.set_barrier(_barrier(m, i.args[0], lanes), lanes, 0 if what == "init" else -1)
 
     return run
 
 
-TABLE = {"tcgen05": _tcgen05, "mbarrier": _mbarrier, "elect": _elect}
+def _try_wait(i):
+    parity = operand(i.args[2], "u32")
+
+    def run(m):
+        lanes = m.lanes()
+        m.tensor_memory.passed(_barrier(m, i.args[1], lanes), m.spread(parity(m))[lanes], lanes)
+        m.write_register(i.args[0], np.ones(m.n, bool))
+
+    return run
+
+
+TABLE = {"tcgen05": _tcgen05, "mbarrier": _mbarrier}

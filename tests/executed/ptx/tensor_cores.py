@@ -53,7 +53,7 @@ def _mma(i: Any):
     sums = [(_ROW + 8 * (r // 2), 2 * _COLUMN + r % 2) for r in range(4)]
 
     def run(m):
-        m.whole_warps(m.lanes())
+        m.whole_warps()
         A = _fragment(m, a, [_ROW, _ROW + 8] * 2, [left, left, right, right], (16, k), of)
         B = _fragment(m, b, [_ROW, _ROW], [left, right], (8, k), of)
         C = _fragment(m, c, *zip(*sums, strict=True), (16, 8), "f32")
@@ -87,26 +87,24 @@ def _wgmma_mma(i):
     pair = 1 if of == "tf32" else 2
     in_registers = i.args[1][0] == "{"
     turned = [int(x, 0) for x in i.args[6:]]  # whether A, if in shared memory, and B have their other order there
-    b_turned = bool(turned and turned[-1])
-    a_turned = bool(turned and turned[0]) and not in_registers
+    if turned[:-1] == [1]:
+        raise NotImplementedError(i.text)
     a_registers = group(i.args[1]) if in_registers else []
     a = [operand(x, "b32") for x in a_registers] if in_registers else operand(i.args[1], "u64")
     b, add = operand(i.args[2], "u64"), operand(i.args[3], "pred")
     sums = [(_ROW + 8 * (r % 4 // 2), 8 * (r // 4) + 2 * _COLUMN + r % 2) for r in range(len(d))]
 
     def run(m):
-        lanes = m.lanes()
-        groups = np.unique(lanes // 128)
-        if 128 * len(groups) != len(lanes):
-            m.fail("only some threads of four warps get here", lanes)
+        lanes = m.whole(128, "four warps")
+        groups = lanes[::128] // 128
         m.products.start(d, a_registers)
         reads: list[Any] = []
         if in_registers:
             columns = [_COLUMN * pair + 4 * pair * (r // 2) for r in range(4)]
             A = _fragment(m, a, [_ROW, _ROW + 8] * 2, columns, (16, k), of).reshape(-1, 64, k)[groups]
         else:
-            A = _wgmma_operand(m, groups, a(m), 64, k, of, a_turned, reads)
-        B = _wgmma_operand(m, groups, b(m), n, k, of, b_turned, reads)
+            A = _wgmma_operand(m, groups, a(m), 64, k, of, False, reads)
+        B = _wgmma_operand(m, groups, b(m), n, k, of, turned[-1:] == [1], reads)
         D = np.zeros((m.n // 128, 64, n))
         D[groups] = A @ B.transpose(0, 2, 1)
         D = D.reshape(-1, 16, n)
