@@ -7,17 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-pytest.importorskip("flax")
-pytest.importorskip("qwix")
-
 import qwix
-from flax import linen as nn
 from flax import nnx
 
 import jln
-import jln.linen
 import jln.nnx
+from frameworks import made_apart, made_together
 from parity import normal
 
 pytestmark = [pytest.mark.usefixtures("promoted_ranks"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -29,27 +24,28 @@ INT8 = [qwix.QuantizationRule(module_path=".*", **TO_INT8)]
 LORA = {"module_path": ".*", "rank": 4, "alpha": 2.0}
 
 
-def by_ptq(model, *args):
-    return qwix.quantize_model(model, qwix.PtqProvider(INT8), *args)
+def with_provider(provider, model, *args):
+    return qwix.quantize_model(model, provider(INT8), *args)
 
 
-def by_qt(model, *args):
-    return qwix.quantize_model(model, qwix.QtProvider(INT8), *args)
-
-
-def by_lora(model, *args, **base):
+def with_lora(model, *args, **base):
+    """The model with LoRA, whose zeros are other numbers in NNX, where these lie in the model."""
     rngs = {"rngs": nnx.Rngs(1)} if args else {}
-    return qwix.apply_lora_to_model(model, qwix.LoraProvider(**LORA, **base), *args, **rngs)
+    model = qwix.apply_lora_to_model(model, qwix.LoraProvider(**LORA, **base), *args, **rngs)
+    if args:
+        state = nnx.state(model, nnx.LoRAParam)
+        nnx.update(model, jax.tree.map(lambda a: a + normal(1, a.shape, a.dtype), state))
+    return model
 
 
-WAYS = {"ptq": by_ptq, "qt": by_qt, "lora": by_lora, "qlora": functools.partial(by_lora, weight_qtype=jnp.int8)}
+WAYS = {
+    "ptq": functools.partial(with_provider, qwix.PtqProvider),
+    "qt": functools.partial(with_provider, qwix.QtProvider),
+    "lora": with_lora,
+    "qlora": functools.partial(with_lora, weight_qtype=jnp.int8),
+}
 TRAINED = {"qt": nnx.Param, "lora": nnx.LoRAParam, "qlora": nnx.LoRAParam}
 ROWS = itertools.count(3)  # more for each test: no operation of these was traced before
-
-
-@pytest.fixture(params=WAYS)
-def way(request):
-    return request.param
 
 
 @pytest.fixture
@@ -67,14 +63,6 @@ class Ours(nnx.Module):
         return self.last(jnp.sin(self.first(x)))
 
 
-class Last(nnx.Module):
-    def __init__(self, last):
-        self.last = last
-
-    def __call__(self, y):
-        return self.last(y)
-
-
 class Theirs(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -86,16 +74,7 @@ class Theirs(nnx.Module):
 
 
 class FusedInside(Theirs):
-    @jln.nnx.fuse(linears=True)
-    def __call__(self, x):
-        return self.last(jnp.sin(self.linear(self.norm(x))))
-
-
-def with_lora(model):
-    """The model with numbers in place of LoRA's zeros."""
-    state = nnx.state(model, nnx.LoRAParam)
-    nnx.update(model, jax.tree.map(lambda a: a + normal(1, a.shape, a.dtype), state))
-    return model
+    __call__ = jln.nnx.fuse(Theirs.__call__, linears=True)
 
 
 def loss(model, x):
@@ -118,10 +97,6 @@ class Refusing(qwix.QuantizationProvider):
         return {f"jax.{name}": refuse for name in products}
 
 
-def value(f):
-    return f
-
-
 def gradients(f):
     return jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), range(4))
 
@@ -142,7 +117,7 @@ EIGHT_BITS = {"": None, "blocks": jln.MXFloat8(), "one scale": jln.Float8()}  # 
 
 @pytest.mark.parametrize(
     ("asked", "quantize"),
-    [*itertools.product([value, gradients], EIGHT_BITS), (tangents, ""), (offset_tangent, "")],
+    [*((gradients, kind) for kind in EIGHT_BITS), (tangents, ""), (offset_tangent, "")],
 )
 def test_no_product_of_an_operator_is_seen(x, asked, quantize):
     """Derivatives inside of a model, too. For a `vmap` there JAX's own rule of products calls `lax.dot_general`."""
@@ -155,57 +130,54 @@ def test_no_product_of_an_operator_is_seen(x, asked, quantize):
     jax.tree.map(np.testing.assert_array_equal, model(function, *arrays), function(*arrays))
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_a_layer_is_the_same_whether_it_ran_before_or_not(x, way):
     """The layer's product is its own, whatever becomes of the model's others."""
     model = Ours()
     fresh = WAYS[way](model, x)(x)
     before = jnp.sin(model.first(x))
     np.testing.assert_array_equal(WAYS[way](model, x)(x), fresh)
-    np.testing.assert_allclose(fresh, WAYS[way](Last(model.last), before)(before), rtol=1e-12, atol=1e-12)
-    assert way == "lora" or not np.allclose(fresh, model(x), rtol=1e-4, atol=1e-4)
+    last = WAYS[way](nnx.Sequential(model.last), before)
+    np.testing.assert_allclose(fresh, last(before), rtol=1e-12, atol=1e-12)
+    assert not np.allclose(fresh, model(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("linears", [False, True])
-def test_fuse_around_the_loss(x, way, linears):
-    model = with_lora(WAYS[way](Theirs(), x))
+@pytest.mark.parametrize(
+    ("way", "linears", "operator"),
+    [
+        ("ptq", True, "layer_norm"),
+        ("qt", True, "layer_norm"),
+        ("lora", True, "layer_norm_linear"),
+        ("qlora", False, "layer_norm"),
+    ],
+)
+def test_fuse_around_the_loss(x, way, linears, operator):
+    model = WAYS[way](Theirs(), x)
     fused = jln.nnx.fuse(loss, linears=linears)
     (route,) = jln.explain(fused, model, x)
-    assert route.layer == ("jln.layer_norm_linear" if linears and "lora" in way else "jln.layer_norm")
+    assert route.layer == f"jln.{operator}"
     if way in TRAINED:
         wanted = nnx.DiffState(0, TRAINED[way])
         got, true = (nnx.jit(nnx.value_and_grad(f, argnums=wanted))(model, x) for f in (fused, loss))
     else:
-        got, true = fused(model, x), loss(model, x)
+        got, true = (nnx.jit(f)(model, x) for f in (fused, loss))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(true), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("way", ["qt", "qlora"])
 def test_fuse_inside_a_model(x, way):
-    fused, plain = (with_lora(WAYS[way](cls(), x)) for cls in (FusedInside, Theirs))
-    np.testing.assert_allclose(fused(x), plain(x), rtol=1e-12, atol=1e-12)
+    call = nnx.jit(lambda model, x: model(x))
+    fused, plain = (call(WAYS[way](cls(), x), x) for cls in (FusedInside, Theirs))
+    np.testing.assert_allclose(fused, plain, rtol=1e-12, atol=1e-12)
 
 
-class LinenOurs(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return jln.linen.LayerNormDense(N, **DOUBLE)(x)
-
-
-class LinenTheirs(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(N, **DOUBLE, name="dense")(nn.LayerNorm(**DOUBLE, name="norm")(x))
-
-
-@pytest.mark.parametrize("way", ["ptq", "lora", "qlora"])
+@pytest.mark.parametrize("way", ["ptq", "lora"])
 def test_a_dense_whose_parameters_qwix_made_is_called(x, way):
     """Linen's layers make their parameters by Flax's own code, which qwix sees: so does the call that has them."""
-    ours, theirs = WAYS[way](LinenOurs()), WAYS[way](LinenTheirs())
+    theirs, ours = (WAYS[way](made("linen", "LayerNorm", N, **DOUBLE)()) for made in (made_apart, made_together))
     params = ours.init(jax.random.key(0), x)["params"]
-    (layer,) = params
-    of_dense = params[layer]["dense"]
-    if way != "ptq":
-        of_dense["kernel_lora_b"] = normal(1, (4, N), jnp.float64)
-    np.testing.assert_allclose(
-        ours.apply({"params": params}, x), theirs.apply({"params": params[layer]}, x), rtol=1e-6, atol=1e-6
-    )
+    if way == "lora":
+        params["dense"]["kernel_lora_b"] = normal(1, (4, N), jnp.float64)
+    got, wanted = (module.apply({"params": params}, x) for module in (ours, theirs))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
