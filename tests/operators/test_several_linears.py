@@ -147,20 +147,23 @@ def test_results_that_are_not_used(features, dtype, forward_mode, implementation
 @pytest.mark.parametrize("forward_mode", [False, True])
 @EITHER
 def test_frozen_arguments(features, dtype, forward_mode, implementation):
-    """Each gradient alone, and those of the first and of the last kernel and bias, used or not, are the reference's."""
+    """Each gradient alone, that of the first and of the last Linear, and those of one whose result is not used."""
     operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
+    first, last = ({name: operands[name][i] for name in ("kernel", "bias")} for i in (0, 2))
 
     def transformed(f, operands):
         of = loss_by_name(f)
         alone = {n: jax.grad(lambda v: of(operands | {n: v}))(a) for n, a in operands.items()}  # noqa: B023
 
-        def of_ends(first, last, used):
-            given = operands | {name: (first[name], operands[name][1], last[name]) for name in first}
-            return of(given) if used else jnp.sum(f(**given)[0][1])
+        def of_ends(first, last):
+            return of(operands | {name: (first[name], operands[name][1], last[name]) for name in first})
 
-        first, last = ({name: operands[name][i] for name in ("kernel", "bias")} for i in (0, 2))
-        ends = [jax.grad(of_ends, i)(first, last, used) for i, used in ((0, True), (1, True), (0, False))]
-        return alone, ends
+        def of_the_second(of_first, name):
+            (_, second, _), _ = f(**operands | {name: (of_first, *operands[name][1:])})
+            return jnp.sum(second)
+
+        unused = [jax.grad(of_the_second)(first[name], name) for name in first]
+        return alone, [jax.grad(of_ends, i)(first, last) for i in (0, 1)], unused
 
     both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
 
