@@ -38,15 +38,17 @@ def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkey
     assert candidates.measured(made, "NVIDIA H200", "3.9.0")["entries"] == []
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_rules_answer_with_a_candidate_as_long_as_it_is_asked_for(direction):
-    target, given = Target(CHIPS["h200"]), (Tile(2, 1024, 4), Tile(1, 2048, 8))[: 2 if direction == "backward" else 1]
-    ask = {
-        "forward": lambda: (tiles.forward(4096, 2, False, target),),
-        "backward": lambda: (lambda plan: (plan.tile, plan.sums))(tiles.backward(4096, 2, False, False, target)),
-    }[direction]
+def test_the_rules_answer_with_a_candidate_as_long_as_it_is_asked_for():
+    target, tile, sums = Target(CHIPS["h200"]), Tile(2, 1024, 4), Tile(1, 2048, 8)
+
+    def ask():
+        plan = tiles.backward(4096, 2, False, False, target)
+        return tiles.forward(4096, 2, False, target), plan.tile, plan.sums
+
     before = ask()
-    with candidates.answers(direction, given):
-        assert ask() == given != before
-    with candidates.answers(direction, ()):
+    with candidates.answers("forward", (tile,)):
+        assert ask() == (tile, *before[1:]) != before
+    with candidates.answers("backward", (tile, sums)):
+        assert ask() == (before[0], tile, sums) != before
+    with candidates.answers("backward", ()):
         assert ask() == before

@@ -11,17 +11,17 @@ import pytest
 pytest.importorskip("typer")
 
 import clocks
-from bench_cases import SMALL
 from clocks import Run
+from workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
 
 def program(name, size):
-    """Return a `Run` of a compiled program that multiplies matrices and takes a sine."""
+    """Return a `Run` of a compiled program that multiplies matrices."""
 
     def f(x):
-        return jnp.sin(x) @ x
+        return x @ x
 
     f.__name__ = name
     x = jnp.ones((size, size), "float32")
@@ -31,8 +31,7 @@ def program(name, size):
 
 def test_each_program_of_a_trace_gets_its_own_time():
     """The profiler, by which a GPU is timed, tells two programs' times on the CPU's threads apart."""
-    runs = [program("small", 8), program("large", 400)]
-    times = clocks.traced(runs, 5, cold_bytes=2**20)
+    times = clocks.traced([program("small", 8), program("large", 400)], 5, cold_bytes=2**20)
     assert {name: len(t.seconds) for name, t in times.items()} == {"small": 5, "large": 5}
     assert times["large"].clock == "device" and times["large"].kernels >= 1
     assert times["small"].minimum > 0 and 10 * times["small"].minimum < times["large"].minimum  # 125,000 times the work
@@ -68,16 +67,11 @@ def test_of_a_gpu_only_its_streams_count(monkeypatch, tmp_path):
     assert clocks.jax_events(tmp_path) == [clocks.Event("k1", "", 1.0, 4.0), clocks.Event("k2", "jit_f", 5.0, 7.0)]
 
 
-def test_marks_part_the_events():
-    events = [
-        clocks.Event(name, name, i, i + 1) for i, name in enumerate(["early", "mark", "mark", "a", "b", "mark", "c"])
-    ]
+def test_marks_part_the_events_and_time_is_counted_once_where_kernels_overlap():
+    events = [clocks.Event(n, n, i, i + 1) for i, n in enumerate(["early", "mark", "mark", "a", "b", "mark", "c"])]
     assert [[e.name for e in group] for group in clocks.between_marks(events, "mark")] == [["a", "b"], ["c"]]
-
-
-def test_time_is_counted_once_where_kernels_overlap():
-    events = [clocks.Event("", "", *span) for span in ((0, 10), (5, 20), (7, 8), (100, 101))]
-    assert clocks.busy_seconds(events) == pytest.approx(21e-9)
+    overlapping = [clocks.Event("", "", *span) for span in ((0, 10), (5, 20), (7, 8), (100, 101))]
+    assert clocks.busy_seconds(overlapping) == pytest.approx(21e-9)
     assert clocks.busy_seconds([]) == 0.0
 
 
@@ -85,26 +79,23 @@ def test_windows_of_a_pytorch_trace():
     def entry(category, name, start, duration):
         return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
 
-    text = json.dumps(
-        {
-            "traceEvents": [
-                entry("user_annotation", "window", 100, 50),
-                entry("gpu_user_annotation", "window", 101, 20),
-                entry("user_annotation", "window", 10, 20),
-                entry("kernel", "chill", 5, 4),
-                entry("kernel", "second", 120, 5.5),
-                entry("gpu_memset", "first", 110, 2),
-                entry("cuda_runtime", "launch", 102, 1),
-                {"ph": "M", "name": "process_name"},
-            ]
-        }
-    )
+    events = [
+        entry("user_annotation", "window", 100, 50),
+        entry("gpu_user_annotation", "window", 101, 20),
+        entry("user_annotation", "window", 10, 20),
+        entry("kernel", "chill", 5, 4),
+        entry("kernel", "second", 120, 5.5),
+        entry("gpu_memset", "first", 110, 2),
+        entry("cuda_runtime", "launch", 102, 1),
+        {"ph": "M", "name": "process_name"},
+    ]
+    text = json.dumps({"traceEvents": events})
     assert [[e.name for e in window] for window in clocks.torch_events(text, "window")] == [[], ["first", "second"]]
     assert clocks.busy_seconds(clocks.torch_events(text, "window")[1]) == pytest.approx(7.5e-6)
 
 
 def test_every_round_has_every_program_in_an_order_of_its_own():
-    runs = [program(name, 4) for name in "abcdef"]
+    runs = [Run(name, None) for name in "abcdef"]
     rounds = np.reshape([run.name for run in clocks.shuffled(runs, 20)], (20, 6))
     assert (np.sort(rounds) == list("abcdef")).all() and len({tuple(r) for r in rounds}) > 10
 
@@ -113,9 +104,8 @@ def test_pytorch_windows_are_found_in_its_trace():
     pytest.importorskip("torch")
     import torch_peers
 
-    workload = SMALL["norm"]
-    given = jax.device_put(workload.draw())
-    calls = torch_peers.calls(workload, torch_peers.FUNCTIONS["eager"](workload), *given)
+    workload = Workload("norm", "layer_norm", (6, 40), "small")
+    calls = torch_peers.calls(workload, torch_peers.FUNCTIONS["eager"](workload), *jax.device_put(workload.draw()))
     runs = [Run(direction, call) for direction, call in calls.items()]
     assert len(torch_peers._windows(clocks.shuffled(runs, 2), lambda: None)) == 2 * len(runs)
     with pytest.raises(clocks.TraceError, match="without kernels"):  # there is no GPU

@@ -1,22 +1,18 @@
 """`benchmarks/first_light.sh` where something is missing or breaks: it says what, and spends no more of the time."""
 
-import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tarfile
-import types
 
-import jax
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("triton")
 
 import first_light
-from jln._triton import target
 
 SCRIPT = pathlib.Path(first_light.__file__).with_suffix(".sh")
 HAS_GPU = any(any(pathlib.Path("/dev").glob(files)) for files in ("nvidia[0-9]*", "kfd"))
@@ -48,41 +44,20 @@ def test_a_bad_request_is_one_line(tmp_path, arguments, said):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_machine_whose_gpu_jax_does_not_see_ends_at_once(tmp_path):
-    """The facts find a CPU where a GPU is asked for, say so, and fail."""
-    ran = subprocess.run(
-        [sys.executable, first_light.__file__, "facts", "--out", str(tmp_path / "facts.json")],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SCRIPT.parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 1 and ran.stdout.endswith("no kernel can run here: JAX sees a cpu and no GPU\n")
-    assert json.loads((tmp_path / "facts.json").read_text())["device"]["platform"] == "cpu"
-
-
-@pytest.mark.parametrize("lacks", ["jax_triton", "ptxas"])
-def test_without_jax_triton_or_ptxas_no_kernel_is_tried(tmp_path, monkeypatch, capsys, lacks):
-    """The facts of a GPU whose kernels cannot be compiled say why, and fail: the script ends there.
-
-    That a ptxas is missing is found in tests/program/test_ptxas.py, where JAX's CUDA plugin is.
-    """
-    gpu = types.SimpleNamespace(platform="gpu", client=types.SimpleNamespace(platform_version=""), memory_stats=dict)
-    monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
-    monkeypatch.setenv("JLN_CHIP", "h100")
-    if lacks == "ptxas":
-        monkeypatch.setattr(target, "missing", lambda platform=None: "jaxlib finds no ptxas")
-    else:
-        monkeypatch.setitem(sys.modules, "jax_triton", None)
-    assert first_light.facts(tmp_path / "facts.json") == 1
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no kernel can run here: ")]
-    assert lacks in said
+def test_facts_say_why_no_kernel_can_run(monkeypatch):
+    monkeypatch.setattr(first_light, "CPU", False)
+    for device, ours, why in (
+        ({"platform": "gpu"}, {"missing": "jaxlib finds no ptxas"}, "jaxlib finds no ptxas"),
+        ({"platform": "gpu"}, "RuntimeError: no chip", "RuntimeError: no chip"),
+        ({"platform": "cpu"}, {"missing": None}, "JAX sees a cpu and no GPU"),
+        ({"platform": "gpu"}, {"missing": None}, None),
+    ):
+        assert first_light.obstacle({"device": device, "jln": ours}) == why
 
 
 def test_facts_that_fail_end_the_script(tmp_path):
     """The first kernel would fail for the same reason, and its causes take more than a minute."""
-    broken = tmp_path / "sitecustomize.py"
-    broken.write_text("import jax\njax.devices = lambda *_: 1 / 0\n")
+    (tmp_path / "sitecustomize.py").write_text("import jax\njax.devices = lambda *_: 1 / 0\n")
     ran = run(tmp_path, "--cpu", "--stages", "facts first", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1 and "no kernel can run here: ZeroDivisionError" in ran.stdout
     assert "== first" not in ran.stdout
@@ -90,15 +65,14 @@ def test_facts_that_fail_end_the_script(tmp_path):
 
 def test_a_kernel_that_raises_has_its_causes_collected(tmp_path):
     """The script then ends, so that time is left; what was collected comes back, and no later stage begins."""
-    broken = tmp_path / "sitecustomize.py"
-    broken.write_text(
-        "import os\n"
-        "if 'TRITON_INTERPRET' in os.environ:\n"
-        "    from jln._triton import interpreter\n"
-        "    def fail(*_):\n"
-        "        raise RuntimeError('the kernel is broken')\n"
-        "    interpreter.run = fail\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text("""
+import os
+if "TRITON_INTERPRET" in os.environ:
+    from jln._triton import interpreter
+    def fail(*_):
+        raise RuntimeError("the kernel is broken")
+    interpreter.run = fail
+""")
     ran = run(tmp_path, "--cpu", "--stages", "facts first check", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "the first kernel failed: the causes are collected" in ran.stdout

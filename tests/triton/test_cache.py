@@ -156,7 +156,7 @@ def test_full_disk_leaves_nothing_behind(call, folder, monkeypatch):
 
 def _write_and_read(folder, seed):
     os.environ[cache.VARIABLE] = folder
-    for i in range(100):
+    for i in range(30):
         cache.store(KEY, ENTRY | {"shared": seed, "ptx": str(seed) * 100_000})
         read = cache.load(KEY)
         assert read is not None and read["ptx"] == str(read["shared"]) * 100_000, i
