@@ -11,9 +11,8 @@ import jaxlib
 import numpy as np
 
 import jln
-from case import LARGEST, SCALE, Case, made
+from case import LARGEST, OF_VMAP, SCALE, Case, made, refused
 from jln._core.one_by_one import WRONG
-from taken import OF_VMAP, refused
 
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
 POLICIES = {

@@ -27,10 +27,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks
 
 import jln
 from called import program
-from case import Case, result_dtype
+from case import Case, may_be_plain_jnp, refused, result_dtype, varying
 from drawn import Draw
 from program import compile_for
-from taken import may_be_plain_jnp, refused, varying
 
 
 class Real(Draw):

@@ -11,9 +11,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from case import LARGEST, Case
+from case import LARGEST, Case, may_be_plain_jnp
 from quantised import OF_COTANGENT, OF_KERNEL, in_eight_bits, largest, quantised
-from taken import may_be_plain_jnp
 from tracked import Tracked, total, unit
 
 
