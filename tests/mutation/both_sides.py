@@ -86,7 +86,7 @@ NORMS = [
            ("tests/triton/test_launch.py::test_the_widest_row_on_both_sides_of_a_float32_stream[True-6144]",)),
     Mutant("LayerNorms on both sides taken for one operator", "jln/_fuse/junctions.py",
            "not (other.centres or norm.centres)", "other.centres == norm.centres",
-           ("tests/fuse/test_ways.py::test_it_is_found_and_nothing_changes[LayerNorms on both sides]",)),
+           ("tests/fuse/test_ways.py::test_it_is_found_and_nothing_changes[a Linear behind norms without offsets]",)),
     Mutant("Linears behind both sides in one kernel", t.LINEAR_TILES, "norm.both_sides or norm.remat", "norm.remat",
            (f"{t.ACCURACY}test_optional_arguments[triton-rms_norm_add_rms_norm_linear-64-no x_scale-no scale]",)),
 ]  # fmt: skip
