@@ -113,8 +113,8 @@ def test_linen_modules_of_another_order_are_others():
         assert [y.shape[-1] for y in jitted(module, variables, x)] == sizes
 
 
-def block(x, norm, pair):
-    a, b = pair(norm(x))
+def gated(pair, x):
+    a, b = pair(x)
     return jnp.sin(a) * b
 
 
@@ -125,7 +125,7 @@ class Block(linen.Module):
     @linen.compact
     def __call__(self, x, _):
         boxed = linen.with_partitioning(linen.initializers.ones, ("model",))
-        return block(x, self.library.LayerNorm(scale_init=boxed), self.pair(name="pair")), None
+        return gated(self.pair(name="pair"), self.library.LayerNorm(scale_init=boxed)(x)), None
 
 
 def stacked_linen(library, pair, x):
@@ -138,18 +138,9 @@ def stacked_linen(library, pair, x):
     return variables, jax.jit(loss)(variables)
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, library, pair, rngs):
-        self.norm, self.pair = library.LayerNorm(8, rngs=rngs), pair(rngs=rngs)
-
-
 def stacked_nnx(library, pair, x):
-    layers = nnx.vmap(lambda rngs: NnxBlock(library, pair, rngs))(nnx.Rngs(0).split(3))
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def run(layer, x):
-        return nnx.remat(lambda layer, x: block(x, layer.norm, layer.pair))(layer, x)
-
+    layers = nnx.vmap(lambda rngs: pair(rngs=rngs))(nnx.Rngs(0).split(3))
+    run = nnx.scan(lambda pair, x: nnx.remat(gated)(pair, x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     loss = nnx.jit(nnx.value_and_grad(lambda layers: jnp.sum(jnp.sin(run(layers, x)))))
     return nnx.state(layers), loss(layers)
 
