@@ -151,6 +151,13 @@ def test_path(framework, changed, why):
         jax.tree.map(same, jax.jit(ours)(x), jax.jit(theirs)(x))
 
 
+def test_an_empty_x_runs_as_the_frameworks_own_code():
+    layer, x = norms("nnx")[1], jnp.ones((0, 8), "float32")
+    (route,) = jln.explain(layer.apply, layer.init(x), x)
+    assert (route.path, route.why) == ("plain", "x is float32[0, 8]")
+    assert layer.apply(layer.init(x), x).shape == x.shape
+
+
 X, EIGHT = jnp.ones(SHAPE, "float32"), jnp.ones(8, "float32")
 FLAX_REJECTS = [
     ({"reduction_axes": 7}, X),
