@@ -52,7 +52,7 @@ def few(dtype, precision=None, n=16, implementation=None, norm=NORM, several=1, 
     ],
 )
 def test_precision(dtype, precision, fused):
-    """What the fused kernels do not have is left to XLA, as float32 that needs more than a GPU's TF32."""
+    """Precisions that the fused kernels do not have are left to XLA, as float32 of more than a GPU's TF32."""
     assert few(dtype, precision) == fused
 
 

@@ -75,7 +75,7 @@ def scanned(f):
 
 
 def in_the_middle(f):
-    """Of examples that are behind rows, which XLA takes, inside of the derivative."""
+    """Examples that are behind rows, which XLA takes, inside of the derivative."""
     return lambda x, w, k: jax.vmap(f, (1, None, None))(x, w[0], k)
 
 
