@@ -22,8 +22,6 @@ from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
 # repeat what others show: RMSNorm is LayerNorm's primitive with a switch, which no transformation touches; a Linear
 # behind a gated sum is the gated sum's norm and a product; and a gated sum's kernels are those of any other sum.
 OF_FEW = ("value_and_grad", "vmap(grad), over all", "grad(vmap), over x", "scan(checkpoint)", "grad(grad)", "jvp")
-# What "scan(checkpoint)" and "checkpoint" show, too.
-HEAVY = ("scan", "checkpoint, statistics saved")
 
 
 def cells(rows, always=lambda *_: True):
@@ -37,7 +35,7 @@ def cells(rows, always=lambda *_: True):
         complete = given == OPTIONAL[name]
         is_more = bool(FORMS[name].given_extras)
         few = "rms" in name or (is_more and (FORMS[name].is_linear or implementation == "triton"))
-        return complete and row not in HEAVY and always(implementation, row) and (not few or row in OF_FEW)
+        return complete and always(implementation, row) and (not few or row in OF_FEW)
 
     return [
         pytest.param(
