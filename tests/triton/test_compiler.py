@@ -41,7 +41,10 @@ KINDS = {
     "both sides": ("rms_norm_add_rms_norm", (33, 5376, *FEW), {}),
     "both sides and a gate": ("rms_norm_add_rms_norm, gate", FEW, {}),
     # More examples than there are cores, so that one program has all rows of each; heads, and those of examples.
-    "examples of a sum": ("add_layer_norm", FEW, {"shape": (400, 250, "H"), "of_groups": (400, 1, "H")}),
+    "examples of a sum": (
+        "add_layer_norm", (128, 4096, *FEW),
+        {"shape": (400, 250, "H"), "of_groups": (400, 1, "H"), "options": ZERO_CENTERED},
+    ),
     "examples and a gate": (
         "add_layer_norm, x_bias and gate", FEW, {"shape": (400, 250, "H"), "of_groups": (400, 1, "H")},
     ),
