@@ -92,7 +92,7 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
     """
     if is_number(value):
         dtype = promote(jnp.dtype("float32"), *(a.dtype for a in (x, residual) if a is not None))
-        if not abs(value) <= float(np.finfo(dtype).max):
+        if not abs(np.asarray(value).item()) <= float(np.finfo(dtype).max):  # Python numbers have no overflow
             raise ValueError(f"gate must be a number that {dtype} holds; got {value}")
         return jnp.full((1,) * x.ndim, value, dtype)
     value = optional_array("gate", value)

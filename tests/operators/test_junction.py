@@ -256,7 +256,7 @@ def test_a_number_as_gate(implementation):
     x has 16 bits and the stream is in float64: 0.1 rounded to float32 would be another number.
     """
     x, residual = workbench.normal(0, (4, 8), "bfloat16"), workbench.normal(1, (4, 8), "float64")
-    for gate in (0.1, 2):
+    for gate in (0.1, 2, np.float32(0.5)):
         _, total = jln.add_rms_norm(x, residual, gate=gate, implementation=implementation)
         np.testing.assert_allclose(total, gate * x.astype("float64") + residual, rtol=1e-15, atol=1e-15)
     for gate in (np.float32(0.5), ml_dtypes.bfloat16(0.5)):
