@@ -1,4 +1,4 @@
-"""What threads wait for: barriers, fences, the copies of cp.async, and the products of wgmma under way."""
+"""Asynchronous work and its waits: barriers, fences, the copies of cp.async, and the products of wgmma under way."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _bar_warp(m):
 
 
 def _fence(i):
-    """What these threads wrote to shared memory may from now on be read asynchronously: fence.proxy.async."""
+    """The fence.proxy.async, behind which what these threads wrote to shared memory may be read asynchronously."""
     if i.op[1:3] != ["proxy", "async"]:
         raise NotImplementedError(i.text)
 
