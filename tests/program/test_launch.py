@@ -1,14 +1,11 @@
-"""Rung 4: the call that XLA is given for a kernel, and what the compilation of that kernel depends on."""
+"""Rung 4: the call that XLA is given for a kernel, what the kernel depends on, and that all dtypes lower."""
 
 import collections
 import concurrent.futures
 import dataclasses
-import inspect
+import itertools
 import json
-import os
-import pathlib
 import re
-import subprocess
 import sys
 import time
 import zlib
@@ -16,11 +13,12 @@ import zlib
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxlib.mlir import ir
 
-import absent_gpu  # noqa: F401
+import catalogue
 import jln
 import program
+from absent_gpu import custom_calls, struct, triton_kernels, with_gradients
+from catalogue import OPERATORS
 from jln._triton import cache, lowering, target, tile
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.launch import launch
@@ -44,7 +42,7 @@ def toolchain():
     program.mesh("h200", (1,), ("x",))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(lowering, "_binaries", {})
@@ -69,41 +67,10 @@ def add_kernel(
     tl.store(out_ptr + index, _twice(tl.load(x_ptr + index, valid)) + tl.load(y_ptr + index, valid), valid)
 
 
-@triton.jit
-def other_function_kernel(
-    x_ptr, rows, y_ptr, out_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr
-):  # fmt: skip
-    index = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    valid = index < rows * BLOCK_H
-    tl.store(out_ptr + index, _thrice(tl.load(x_ptr + index, valid)) + tl.load(y_ptr + index, valid), valid)
-
-
-def add(x, y, kernel=add_kernel, tile=TILE, on=ON_H200, in_place=None):
+def add(x, y, tile=TILE, on=ON_H200, in_place=None):
     results = {"out": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     options = {"programs": x.shape[0], "tile": tile, "compute": jnp.dtype("float32"), "in_place": in_place}
-    return launch(on, kernel, {"x": x, "rows": x.shape[0], "y": y}, results, **options)["out"]
-
-
-def custom_calls(function, *shapes):
-    """Return the attributes of each custom call in the program that XLA is given, as texts, the kernel's as bytes."""
-    module = (
-        jax.jit(lambda *arrays: function(*arrays))
-        .trace(*shapes)
-        .lower(lowering_platforms=("cuda",))
-        .compiler_ir("stablehlo")
-    )
-    found = []
-
-    def visit(op):
-        if op.name == "stablehlo.custom_call":
-            found.append({name: str(op.attributes[name]) for name in op.attributes})
-            typed = "mhlo.backend_config" in op.attributes
-            config = op.attributes["mhlo.backend_config"]["opaque"] if typed else op.attributes["backend_config"]
-            found[-1]["opaque"] = config.value_bytes
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    return found
+    return launch(on, add_kernel, {"x": x, "rows": x.shape[0], "y": y}, results, **options)["out"]
 
 
 def recorded(*, chip=H200, shape=X, scalars=None, **options):
@@ -116,9 +83,8 @@ def recorded(*, chip=H200, shape=X, scalars=None, **options):
 
 def key(launched):
     backend = lowering._backend(launched.chip.architecture)
-    return lowering._key(
-        lowering.source(launched), backend, backend.parse_options(launched.tile.options(launched.chip))
-    )
+    options = backend.parse_options(launched.tile.options(launched.chip))
+    return lowering._key(lowering.source(launched), backend, options)
 
 
 def test_call_is_typed_with_the_kernel_as_its_attribute():
@@ -134,80 +100,47 @@ def test_call_is_typed_with_the_kernel_as_its_attribute():
 
 
 def test_call_is_the_old_one_where_the_plugin_has_no_other(monkeypatch):
-    (typed,) = custom_calls(add, X, X)
+    """A result in place of an operand is an alias of arrays: y is array 1 in either call, as XLA sees no integers."""
+
+    def in_place(x, y):
+        return add(x, y, in_place={"y": "out"})
+
+    (typed,) = custom_calls(in_place, X, X)
     monkeypatch.setattr(lowering, "has_typed_call", lambda platform: False)
-    (call,) = custom_calls(add, X, X)
+    (call,) = custom_calls(in_place, X, X)
     assert (call["call_target_name"], call["api_version"]) == ('"triton_kernel_call"', "2 : i32")
-    for name in ("opaque", "operand_layouts", "result_layouts"):
+    for name in ("opaque", "operand_layouts", "result_layouts", "output_operand_aliases"):
         assert call[name] == typed[name]
-
-
-@pytest.mark.parametrize("typed", [True, False])
-def test_result_in_place_of_an_operand_is_an_alias_of_arrays(typed, monkeypatch):
-    """The alias names y as array 1, though it is the launch's operand 2: XLA does not see the integer in between."""
-    monkeypatch.setattr(lowering, "has_typed_call", lambda platform: typed)
-    (call,) = custom_calls(lambda x, y: add(x, y, in_place={"y": "out"}), X, X)
     (alias,) = re.findall(r"output_tuple_indices = \[(.*?)\], operand_index = (\d+)", call["output_operand_aliases"])
     assert alias == ("", "1")
 
 
-def command_buffers(tmp_path):
-    """Return (kinds of our calls, command buffers, our calls in them, our calls) in a block's compiled step."""
+@pytest.mark.parametrize("typed", [True, False])
+def test_xla_puts_every_kernel_into_one_cuda_graph(typed, tmp_path, monkeypatch):
+    """The old call is put into none."""
+    if not typed:
+        monkeypatch.setattr(lowering, "has_typed_call", lambda platform: False)
 
-    def step(x, scale, kernel):
-        def loss(x, scale, kernel):
-            for _ in range(2):
-                x = x + jax.nn.gelu(jln.rms_norm(x, scale) @ kernel)
-            return jnp.sum(x)
-
-        return jax.grad(loss, argnums=(0, 1, 2))(x, scale, kernel)
+    def loss(x, scale, kernel):
+        for _ in range(2):
+            x = x + jax.nn.gelu(jln.rms_norm(x, scale) @ kernel)
+        return jnp.sum(x)
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 128), (128,), (128, 128))]
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
-    report = program.compile_for(step, *shapes, compiler_options=options)
+    report = program.compile_for(jax.grad(loss, (0, 1, 2)), *shapes, compiler_options=options)
     # Where there is no buffer, the passes that make them change nothing, and XLA writes the sequence once.
     (dump, *_) = (*tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"), *tmp_path.glob("*thunk_sequence.txt"))
     lines = dump.read_text().splitlines()  # calls in a buffer are indented
     ours = [line for line in lines if re.search(r"\d: kCustomCall", line)]
-    assert len(ours) == sum(k.is_triton for k in report.kernels) > 0
+    assert len(ours) == len(triton_kernels(report)) > 0
+    assert {line[0] == " " for line in ours} == {typed}
+    assert not typed or sum("kCommandBuffer" in line for line in lines) == 1
     versions = set(re.findall(r"api_version=API_VERSION_(\w+)", report.hlo))
-    buffers = sum("kCommandBuffer" in line for line in lines)
-    inside = sum(line.startswith(" ") for line in lines)
-    print(f"{versions}: {len(lines) - buffers} kernels, {inside} of them in {buffers} graphs")
-    return versions, buffers, sum(line[0] == " " for line in ours), len(ours)
+    assert versions == {"TYPED_FFI" if typed else "STATUS_RETURNING"}
 
 
-def test_xla_puts_every_kernel_into_one_cuda_graph(tmp_path):
-    if not lowering.has_typed_call("cuda"):
-        pytest.skip("this plugin has only the call that no graph can hold")
-    versions, buffers, captured, ours = command_buffers(tmp_path)
-    assert versions == {"TYPED_FFI"} and buffers == 1 and captured == ours
-
-
-def test_xla_puts_the_old_call_into_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(lowering, "has_typed_call", lambda platform: False)
-    versions, _, captured, _ = command_buffers(tmp_path)
-    assert versions == {"STATUS_RETURNING"} and captured == 0
-
-
-def test_porting_to_a_new_jax_triton():
-    """The interfaces of jax-triton and jaxlib that `lowering` uses are those that it was written for.
-
-    Where this fails, mend `_compile` or `_protobuf`: see how jax-triton's own `triton_kernel_call_lowering` does the
-    same by now, and widen pyproject.toml's bounds afterwards.
-    """
-    from jax_triton import triton_lib
-    from jaxlib import gpu_triton
-
-    compile_ = inspect.signature(triton_lib.compile_ttir_to_ptx_inplace)
-    assert list(compile_.parameters) == ["ttir", "cuda_backend", "cuda_options", "compute_capability"]
-    fields = {f.name for f in dataclasses.fields(triton_lib.CompilationResult)}
-    assert {"binary", "name", "shared_mem_bytes"} <= fields
-    array, scalar = gpu_triton.create_array_parameter(0, 16), gpu_triton.create_scalar_parameter(3, "i32")
-    kernel = gpu_triton.TritonKernel("name", 4, 1, 0, "ptx", "", 90)
-    assert b"ptx" in gpu_triton.TritonKernelCall(kernel, 2, 1, 1, [array, scalar]).to_proto("call", b"")
-
-
+@pytest.mark.usefixtures("empty_cache")
 def test_one_thread_at_a_time_is_inside_of_triton(monkeypatch):
     """One thread at a time is in Triton, whose use of Python 3.11's `ast.parse` can fail where two threads are."""
     inside, most = [], []
@@ -236,7 +169,6 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
         key(recorded(**options))
         for options in (
             {},
-            {"kernel": other_function_kernel},  # a function that the kernel calls
             {"shape": jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)},  # a dtype
             {"shape": jax.ShapeDtypeStruct((1, 128), jnp.float32)},  # an integer that is 1
             {"scalars": {"rows": 2**31}},  # an integer that needs 64 bits
@@ -246,25 +178,23 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
             {"chip": CHIPS["a100"]},
         )
     )
-    base = key(recorded())
-    fusion = not tile.FP_FUSION
-    for owner, name, other in ((tile, "FP_FUSION", fusion), (Chip, "ptx_version", 87), (lowering, "ALIGNMENT", 8)):
-        monkeypatch.setattr(owner, name, other)
+    compilers = lowering._compilers("cuda")
+    others = [(*compilers[:i], version + "1", *compilers[i + 1 :]) for i, version in enumerate(compilers)]
+    for changes in (
+        [(add_kernel, "hash", None), (sys.modules[__name__], "_twice", _thrice)],  # a function that the kernel calls
+        [(tile, "FP_FUSION", not tile.FP_FUSION)],
+        [(Chip, "ptx_version", 87)],
+        [(lowering, "ALIGNMENT", 8)],
+        [(type(lowering._backend(90)), "hash", lambda self: "another ptxas")],
+        *([(lowering, "_compilers", lambda backend, other=other: other)] for other in others),
+    ):
+        for change in changes:
+            monkeypatch.setattr(*change)
         keys[key(recorded())] += 1
         monkeypatch.undo()
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")  # one of Triton's switches
     keys[key(recorded())] += 1
-    monkeypatch.undo()
-    for i, version in enumerate(lowering._compilers("cuda")):
-        others = [*lowering._compilers("cuda")]
-        others[i] = version + "1"
-        monkeypatch.setattr(lowering, "_compilers", lambda backend, others=others: tuple(others))
-        keys[key(recorded())] += 1
-        monkeypatch.undo()
-    monkeypatch.setattr(type(lowering._backend(90)), "hash", lambda self: "another ptxas")
-    keys[key(recorded())] += 1
-    monkeypatch.undo()
-    assert set(keys.values()) == {1} and base in keys and len(keys) == 17
+    assert set(keys.values()) == {1} and len(keys) == 17
 
 
 @pytest.mark.parametrize("known", ["NAMES", "SHAPES", "FIELDS"])
@@ -291,85 +221,50 @@ def test_key_has_nothing_else():
     assert key(recorded()) == key(recorded(shape=other)) == key(recorded(in_place={"y": "out"}))
 
 
-LOWER = """
-import collections, time
-import jax, jax.numpy as jnp
-import jln
-from jln._triton import lowering
-
-made = collections.Counter()
-compile_ = lowering._compile
-lowering._compile = lambda *args: made.update(["kernels"]) or compile_(*args)
-
-
-def step(x, scale, offset, kernel):
-    y, norm = jax.vjp(jln.layer_norm, x, scale, offset)
-    z, pair = jax.vjp(jln.layer_norm_linear, x, scale, offset, kernel)
-    return norm(y), pair(z)
-
-
-shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 1024), (1024,), (1024,), (1024, 64))]
-began = time.process_time()
-text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-print(made["kernels"], round(time.process_time() - began, 2), hash(text))
-"""
-
-
-def lower_in_another_process(**environment):
-    """Return (number of kernels compiled, seconds of CPU, hash of the program's text) of a process of its own."""
-    environment = os.environ | {"JLN_CHIP": "h200", "PYTHONHASHSEED": "0", **environment}
-    ran = subprocess.run([sys.executable, "-c", LOWER], env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    compiled, seconds, text = ran.stdout.split()
-    return int(compiled), float(seconds), text
-
-
-def test_second_process_compiles_nothing():
-    first = lower_in_another_process()
-    second = lower_in_another_process()
-    print(f"a norm and a fused pair, forward and backward: {first[1]} s of CPU, then {second[1]} s")
-    assert (first[0], second[0]) == (len(cache.entries()), 0) and first[0] > 3
-    assert first[2] == second[2]  # the programs are the same
-    assert lower_in_another_process(**{cache.VARIABLE: ""})[0] == first[0]
-
-
-def test_what_is_wrong_in_the_cache_is_compiled_again():
+@pytest.mark.usefixtures("empty_cache")
+def test_what_is_wrong_in_the_cache_is_compiled_again_and_the_rest_loaded(monkeypatch):
     launched = recorded()
     binary = lowering.compile_kernel(launched)
     (entry,) = cache.entries()
     good = entry.read_bytes()
-    other = zlib.compress(json.dumps([entry.stem, {"name": "kernel"}]).encode())
-    for bad in (b"", good[:-1], good[:20], b"x" + good[1:], zlib.compress(b"not json"), other):
-        entry.write_bytes(bad)
-        lowering._binaries.clear()
-        assert lowering.compile_kernel(launched) == binary
-        assert entry.read_bytes() == good
-
-
-def test_programs_that_are_there_are_loaded(monkeypatch):
-    launched = recorded()
-    binary = lowering.compile_kernel(launched)
+    entry.write_bytes(zlib.compress(json.dumps([entry.stem, {"name": "kernel"}]).encode()))
+    lowering._binaries.clear()
+    assert lowering.compile_kernel(launched) == binary and entry.read_bytes() == good
     lowering._binaries.clear()
     monkeypatch.setattr(lowering, "_compile", None)
     assert lowering.compile_kernel(launched) == binary
 
 
-def test_jax_triton_leaves_tritons_own_cache_alone():
-    """TRITON_CACHE_DIR is as before once jax-triton has been imported, whose import empties or deletes it.
-
-    Without that variable `triton.compile` fails in the same process.
-    """
-    code = (
-        "from jln._triton import target; target.missing('cuda'); import os; print(os.environ.get('TRITON_CACHE_DIR'))"
-    )
-    for value in ("/somewhere", None):
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
-        environment |= {} if value is None else {"TRITON_CACHE_DIR": value}
-        printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
-        assert printed.strip() == str(value)
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+ROWS, H, N = 64, 128, 512  # in 16 bits the product is composed, and the norm's backward works in place
+# Operators, x's dtype and the parameters': as few as have every pair.
+CASES = [
+    (name, dtype, of_parameters)
+    for (i, name), (j, dtype), (k, of_parameters) in itertools.product(*map(enumerate, (OPERATORS, DTYPES, DTYPES)))
+    if (i + j + k) % len(DTYPES) == 0
+]
 
 
-def test_only_one_file_knows_jax_triton():
-    folder = pathlib.Path(jln.__file__).parent
-    knows = {p.name for p in folder.rglob("*.py") if re.search(r"import jax_triton|from jax_triton", p.read_text())}
-    assert knows == {"lowering.py"}
+def kernels(function, *operands):
+    """Return how many kernels a step has."""
+    with target.using(ON_H200):
+        traced = jax.jit(with_gradients(function)).trace(jax.eval_shape(function, *operands), *operands)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @triton_kernel_call")
+
+
+@pytest.mark.parametrize(("name", "dtype", "parameter_dtype"), CASES)
+def test_parameters_of_every_dtype(name, dtype, parameter_dtype):
+    sizes = catalogue.sizes((ROWS, H), -1, (N,))
+    with jax.enable_x64(True):
+        operands = [
+            a.of(sizes, dtype if a.role == "activation" else parameter_dtype, parameter_dtype)
+            for a in OPERATORS[name].arguments
+        ]
+        assert kernels(getattr(jln, name), *operands) >= 2
+
+
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**31, 2**32])  # on either side of an int32 and a uint32
+def test_many_rows(rows):
+    with jax.enable_x64(True):
+        assert kernels(jln.rms_norm, struct(rows, 16), struct(16)) >= 2
+        assert rows > 2**31 or kernels(jln.rms_norm_linear, struct(rows, 16), struct(16), struct(16, 8)) == 4

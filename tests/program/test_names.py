@@ -1,20 +1,21 @@
-"""Rung 4: a program for several GPUs has the same text in every process, and another where its kernels are others."""
+"""Rung 4: a program has the same text in every process, and another where its kernels are others."""
 
 import json
 import os
 import subprocess
 import sys
 
+import jax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-LOWER = """
-import hashlib
-import jax, jax.numpy as jnp
 import jln
-from jax.sharding import NamedSharding, PartitionSpec as P
 import program
+from absent_gpu import struct
+from jln._triton import cache
 
-mesh = program.mesh("h200", (2, 2), ("data", "model"))
+SHAPES = ((512, 1024), P("data")), ((1024,), P()), ((1024,), P()), ((1024, 64), P())
 
 
 def step(x, scale, offset, kernel):
@@ -24,50 +25,78 @@ def step(x, scale, offset, kernel):
 
 
 def manual(*operands):
-    return jax.shard_map(step, in_specs=(P("data"), P(), P(), P()), out_specs=P("data"), axis_names={"data"},
-                         check_vma=False)(*operands)
+    specs = {"in_specs": tuple(spec for _, spec in SHAPES), "out_specs": P("data")}
+    return jax.shard_map(step, axis_names={"data"}, check_vma=False, **specs)(*operands)
 
 
-def text(function):
-    shapes = ((512, 1024), P("data")), ((1024,), P()), ((1024,), P()), ((1024, 64), P())
-    operands = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, p)) for s, p in shapes]
+def text(function, mesh=None):
+    """Return the program for one GPU, in which the kernels are, or for several."""
+    jax.clear_caches()
+    on = [None if mesh is None else NamedSharding(mesh, spec) for _, spec in SHAPES]
+    operands = [struct(*shape, sharding=sharding) for (shape, _), sharding in zip(SHAPES, on, strict=True)]
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def texts():
+    """Return the programs for several GPUs: spread by JAX, and in a `shard_map` that leaves it an axis."""
+    mesh = program.mesh("h200", (2, 2), ("data", "model"))
     with jax.set_mesh(mesh):
-        return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        found = [text(function, mesh) for function in (step, manual)]
+    assert all(0 < each.count("CustomSPMDPartitioning") == each.count('jln = "') for each in found)
+    return found
 
 
-for function in (step, manual):
-    made = text(function)
-    assert "CustomSPMDPartitioning" in made
-    assert made.count("CustomSPMDPartitioning") == made.count('jln = "')
-    print(hashlib.sha256(made.encode()).hexdigest())
+PROCESS = """
+import collections, hashlib
+import test_names
+from jln._triton import lowering
+
+made = collections.Counter()
+compile_ = lowering._compile
+lowering._compile = lambda *args: made.update(["kernels"]) or compile_(*args)
+found = [test_names.text(test_names.step), *test_names.texts()]
+print(made["kernels"], hashlib.sha256("".join(found).encode()).hexdigest())
 """
 
 
-def texts(**environment):
-    """Return hashes of a process's programs: spread by JAX, and in a `shard_map` that leaves it an axis."""
-    found = os.pathsep.join(filter(None, sys.path))
-    environment = os.environ | {"JLN_CHIP": "h200", "PYTHONPATH": found, **environment}
-    ran = subprocess.run([sys.executable, "-c", LOWER], env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.split()
+def test_a_second_process_has_the_same_programs_and_compiles_no_kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    path, found = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)]), []
+    for seed in "12":
+        environment = os.environ | {"JLN_CHIP": "h200", "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        found.append(subprocess.check_output([sys.executable, "-c", PROCESS], env=environment, text=True).split())
+    (compiled, first), again = found
+    assert int(compiled) == len(cache.entries()) > 3 and again == ["0", first]
 
 
 @pytest.fixture(scope="module")
 def usual():
-    return texts(PYTHONHASHSEED="1")
-
-
-def test_another_process_has_the_same_programs(usual):
-    assert len(set(usual)) == 2 and texts(PYTHONHASHSEED="2") == usual
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JLN_CHIP", "h200")
+        first, again = texts(), texts()
+        assert first == again and len({*first}) == 2
+        return first
 
 
 @pytest.mark.parametrize("change", ["tiles", "Triton's switches", "chip"])
-def test_other_kernels_make_another_program(change, usual, tmp_path):
+def test_other_kernels_make_another_program(change, usual, tmp_path, monkeypatch):
     entry = {"choice": "forward", "h": [1024], "itemsize": 2, "tiles": [[2, 1024, 8, 1, 1]]}
     (tmp_path / "tuned.json").write_text(json.dumps({"chip": "h200", "entries": [entry]}))
-    environment = {
-        "tiles": {"JLN_TUNING": str(tmp_path / "tuned.json")},
-        "Triton's switches": {"DISABLE_LLVM_OPT": "1"},
-        "chip": {"JLN_CHIP": "h100"},
-    }[change]
-    assert not set(texts(**environment)) & set(usual)
+    changes = {
+        "tiles": ("JLN_TUNING", str(tmp_path / "tuned.json")),
+        "Triton's switches": ("DISABLE_LLVM_OPT", "1"),
+        "chip": ("JLN_CHIP", "h100"),
+    }
+    monkeypatch.setenv("JLN_CHIP", "h200")
+    monkeypatch.setenv(*changes[change])
+    assert not {*texts()} & {*usual}
+
+
+@pytest.mark.parametrize("folder", ["/somewhere", None])
+def test_jax_triton_leaves_tritons_own_cache_alone(folder):
+    """The import of jax-triton empties or deletes TRITON_CACHE_DIR, and then `triton.compile` fails."""
+    name = "TRITON_CACHE_DIR"
+    code = f"from jln._triton import target; target.missing('cuda'); import os; print(os.environ.get({name!r}))"
+    environment = {k: v for k, v in {**os.environ, name: folder}.items() if v is not None}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
+    assert printed.strip() == str(folder)

@@ -16,7 +16,7 @@ import jln
 from absent_gpu import struct
 from jln._triton import ptxas, target
 from jln._triton.chip import CHIPS, Chip
-from launches import DTYPES, LINEAR_DTYPES, SWITCHES, launches, linear_launches
+from launches import DTYPES, Case, launches
 
 REFUSAL = "ptxas stdin, line 1; fatal   : Unsupported .version 8.5; current version is '8.4'"
 
@@ -61,9 +61,15 @@ def test_it_is_the_first_that_is_new_enough(folder):
     assert found[:2] == [None, None]
 
 
-@pytest.mark.parametrize(("version", "status"), [("11.7.99", 0), ("12.3.103", 0), ("13.0.88", 1)])
-def test_it_is_none_that_jaxlib_passes_by(folder, version, status):
-    assembler(folder / "first", version, status=status)
+@pytest.mark.parametrize("other", [("11.7.99", 0), ("12.3.103", 0), ("13.0.88", 1), None])
+def test_it_is_none_that_jaxlib_passes_by(folder, other):
+    """Anything may be named ptxas on PATH, such as a program that speaks no text."""
+    if other is not None:
+        assembler(folder / "first", other[0], status=other[1])
+    else:
+        (folder / "first").mkdir()
+        (folder / "first/ptxas").write_bytes(b"#!/bin/sh\nprintf '\\377\\376 V12'\n")
+        (folder / "first/ptxas").chmod(0o755)
     wanted = assembler(folder / "second", "12.3.107")
     assert ptxas.find() == wanted
 
@@ -72,15 +78,6 @@ def lowered():
     jax.clear_caches()  # or the program before would be known
     x, scale = struct(64, 128), struct(128)
     return jax.jit(jln.rms_norm).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def test_a_program_that_speaks_no_text_is_passed_by(folder):
-    """Anything may be named ptxas on PATH."""
-    (folder / "first").mkdir()
-    (folder / "first/ptxas").write_bytes(b"#!/bin/sh\nprintf '\\377\\376 V12'\n")
-    (folder / "first/ptxas").chmod(0o755)
-    path = assembler(folder / "second", "12.6.85")
-    assert ptxas.find() == path
 
 
 def test_without_one_jnp_runs(folder):
@@ -108,9 +105,9 @@ def test_without_a_gpu_none_is_asked_for(folder, monkeypatch):
 @pytest.mark.parametrize("chip", ["a100", "l4", "h200", "b200", "sm_120"])
 def test_kernels_are_assembled(chip, monkeypatch):
     monkeypatch.setitem(CHIPS, "sm_120", Chip("sm_120", 120, 188))
-    made = launches(1024, DTYPES["bfloat16"], chip, SWITCHES["everything"])
+    made = launches(Case("add_layer_norm", (4096, 1024), DTYPES["bfloat16"], chip))
     for dtype in ("bfloat16", "float32"):
-        made += linear_launches(4096, 512, 64, LINEAR_DTYPES[dtype], chip, SWITCHES["add_rms_norm"])
+        made += launches(Case("add_rms_norm_linear", (4096, 512), DTYPES[dtype], chip, features=(64,)))
     assembler = ptxas.find()
     assert assembler is not None and ptxas.missing(CHIPS[chip]) is None
     gpu = f"{CHIPS[chip]}{'a' if CHIPS[chip].capability >= 90 else ''}"
