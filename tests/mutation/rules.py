@@ -78,7 +78,8 @@ RULES = [
            ("tests/operators/test_shared_operands.py::test_a_kernel_under_a_mean[behind it-xla]",)),
     # The operators and their transformations
     Mutant("an operator's call left in the trace", t.DERIVATIVES, "inline=_INTO_THE_TRACE", "inline=False",
-           ("tests/fuse/test_transformations.py::test_what_a_checkpoint_makes_again_of_norms[dots-0]",)),
+           ("tests/fuse/test_between.py::"
+            "test_what_products_pull_back_is_added_up_in_the_backward_kernel[rms_norm-2-0]",)),
     Mutant("operands of an operation vary apart under a vmap that splits its examples", t.OPERATION,
            "zip(vary_together(operands), dims, strict=True)", "zip(operands, dims, strict=True)",
            (f"{SPLIT_EXAMPLES}[layer_norm-own0-forward]",)),
