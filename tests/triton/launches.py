@@ -44,9 +44,8 @@ ZERO_CENTERED = (("zero_centered_scale", True),)
 class Case:
     """A call of a form of an operator, and which gradients are taken.
 
-    form: its title in the catalogue. dtypes: as in `DTYPES`. wanted: an argument's name, "all" or "none". of_groups:
-    the parameters' shape where examples or heads have their own. features: of each Linear. absent: arguments that are
-    None. over: the axes that `vmap` goes over, of rows and of parameters.
+    form: its title in the catalogue. dtypes: as in `DTYPES`. wanted: "all" or "none". of_groups: the parameters' shape
+    where examples or heads have their own. features: of each Linear. absent: arguments that are None.
     """
 
     form: str
@@ -57,7 +56,6 @@ class Case:
     of_groups: tuple[int, ...] = ()
     features: tuple[int, ...] = ()
     absent: tuple[str, ...] = ()
-    over: tuple[int | None, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -81,19 +79,11 @@ def launches(case: Case) -> list[Launch]:
             several = tuple(jax.ShapeDtypeStruct((*own, n), dtype) for n in case.features)
             arrays[form.names.index(name)] = several if len(several) > 1 else several[0]
     call = form.in_order(form.function, implementation="triton", **dict(case.options))
-    if case.over:
-        axes = [case.over[name not in ("x", "residual", "z")] for name in form.names]
-        call = jax.vmap(call, in_axes=axes)
-        arrays = [
-            a if axis is None else jax.ShapeDtypeStruct((4, *a.shape), a.dtype)
-            for axis, a in zip(axes, arrays, strict=True)
-        ]
 
     def loss(*given):
         return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in jax.tree.leaves(call(*given)))
 
-    names = range(len(form.names)) if case.wanted == "all" else [form.names.index(case.wanted.replace("none", "x"))]
-    step = loss if case.wanted == "none" else jax.value_and_grad(loss, argnums=[*names])
+    step = loss if case.wanted == "none" else jax.value_and_grad(loss, argnums=[*range(len(form.names))])
     chip = ALL_CHIPS[case.chip]
     with using(recorder := Recorder(chip)):
         jax.jit(step).trace(*arrays).lower(lowering_platforms=(chip.platform,))

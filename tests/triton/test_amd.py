@@ -1,4 +1,4 @@
-"""Tests of the kernels on AMD's chips, of rungs 2 and 3.
+"""Tests of the kernels on AMD's chips, interpreted and compiled.
 
 The kernels are right in the interpreter with the tiles that waves take. Compiled for gfx90a, gfx942 and gfx950 they
 keep their values in registers and use memory only for what they read and write.
@@ -13,7 +13,6 @@ from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Interpreter, Recorder, using
 from jln.testing import operators
 from launches import DTYPES, FUSED, Case, launches
-from workloads import WORKLOADS
 
 pytest.importorskip("triton")
 
@@ -81,19 +80,3 @@ def test_the_tiles_of_waves_are_right_in_the_interpreter(form, monkeypatch):
     with using(Interpreter(Chip("waves", "gfx942", 3))):
         error, _ = operators.check_form(operators.FORMS[form], "float32", "triton", jax.devices()[0])
     assert error.ok, error
-
-
-def test_the_tiles_of_waves_are_not_those_of_warps():
-    warps, waves = (launches(case("everything", chip, "float32", (70, 96, 24))) for chip in ("h200", "mi300x"))
-    assert [launch.tile for launch in warps] != [launch.tile for launch in waves]
-
-
-def test_each_kernel_of_a_workload_is_counted_for_a_chip(capsys):
-    import report
-
-    found, failed = report.compiled_kernels([WORKLOADS["router"]], "mi300x")
-    kernels = {k["kernel"]: k for k in found["kernels"]}
-    assert not failed and "mi300x (gfx942), 65.5 KB" in capsys.readouterr().out
-    assert [*kernels] == ["forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"]
-    assert all(0 < k["registers"] <= REGISTERS and k["spilled"] == 0 for k in kernels.values())
-    assert kernels["forward_kernel"]["widest_load"] == 16 and kernels["forward_kernel"]["warps"] == 4

@@ -16,7 +16,7 @@ import compiler
 import jln
 from combinations import covering
 from jln._triton.tile import Tile
-from launches import CHIPS, DTYPES, FUSED, ZERO_CENTERED, Case, launches
+from launches import CHIPS, DTYPES, ZERO_CENTERED, Case, launches
 from workloads import WORKLOADS
 
 pytest.importorskip("triton")
@@ -39,14 +39,10 @@ KINDS = {
     "the norm before its gate": ("rms_norm_gated", FEW, {}),
     "the gate before the norm": ("rms_norm_gated, norm_before_gate=False", FEW, {}),
     "both sides": ("rms_norm_add_rms_norm", (33, 5376, *FEW), {}),
-    "both sides and a gate": ("rms_norm_add_rms_norm, gate", FEW, {}),
     # More examples than there are cores, so that one program has all rows of each; heads, and those of examples.
     "examples of a sum": (
         "add_layer_norm", (128, 4096, *FEW),
         {"shape": (400, 250, "H"), "of_groups": (400, 1, "H"), "options": ZERO_CENTERED},
-    ),
-    "examples and a gate": (
-        "add_layer_norm, x_bias and gate", FEW, {"shape": (400, 250, "H"), "of_groups": (400, 1, "H")},
     ),
     "heads": ("rms_norm", FEW, {"shape": (9000, 12, "H"), "of_groups": (1, 12, "H")}),
     "heads of examples": ("add_layer_norm", FEW, {"shape": (4, 9000, 3, "H"), "of_groups": (4, 1, 3, "H")}),
@@ -55,7 +51,6 @@ KINDS = {
     "a gate's sum again": ("add_layer_norm_linear, x_bias and gate", FEW, {"features": (12288,)}),
     "statistics again": ("layer_norm_linear", FEW, {"features": (12288,)}),
     "three products": ("add_rms_norm_linear", FEW, {"features": (4096, 4096, 4096)}),
-    "three products on both sides": ("rms_norm_add_rms_norm_linear", FEW, {"features": (4096, 4096, 4096)}),
 }  # fmt: skip
 
 
@@ -99,7 +94,7 @@ def pairs(*values):
 ELSEWHERE = {
     "everything in float32": ("h200", "float32"),
     "a gate": ("l4", "float32"),
-    "examples of a sum": ("b200", "float32"),
+    "examples of a sum": ("l4", "float32"),
     "three products": ("a100", "bfloat16, float32 stream"),
     "a bfloat16 result": ("h200", "float32"),
 }
@@ -155,26 +150,9 @@ def test_a_chip_converts_to_eight_bits(compile_all, chip, kind):
     assert_converts(compile_all, chip, kind, "bfloat16", (1024,))
 
 
-@pytest.mark.parametrize(("chip", "kind", "dtype"), pairs(CONVERTS, EIGHT_BITS, ("bfloat16", "float32")))
+@pytest.mark.parametrize(("chip", "kind", "dtype"), pairs([*CONVERTS, "a100"], EIGHT_BITS, ("bfloat16", "float32")))
 def test_no_norm_to_eight_bits_spills(compile_all, chip, kind, dtype):
     assert_converts(compile_all, chip, kind, dtype, (96, 1024, 4096, 8192, 16384, 20000))
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("chip", ["a100", "mi300x"])
-def test_the_largest_number_alone_spills_nothing(compile_all, chip):
-    assert_converts(compile_all, chip, "the largest alone", "bfloat16", (1024, 20000))
-
-
-@pytest.mark.parametrize(("chip", "other"), [("h100", "h200"), ("l40s", "l4")])
-def test_chips_of_one_architecture_have_the_same_kernels(chip, other):
-    """An H100 has the kernels of an H200, and for norms an L40S those of an L4, whose cores fuse other Linears."""
-    same = [("add_layer_norm", (100_000, h), ()) for h in (100, 1023, 8192, 40000)]
-    same += [("layer_norm_linear", (m, h), (n,)) for m, h, n in FUSED if chip == "h100"]
-    for form, shape, features in same:
-        made = (launches(Case(form, shape, DTYPES["bfloat16"], c, features=features)) for c in (chip, other))
-        one, two = ([(a.kernel.fn.__name__, a.tile, a.constants) for a in of] for of in made)
-        assert one == two
 
 
 def compile_large_tile():

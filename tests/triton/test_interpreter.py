@@ -1,7 +1,5 @@
 """Tests of the interpreter's guards: no kernel passes that stores outside its buffers, or not at all."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -62,47 +60,6 @@ def test_casts_to_bfloat16_round_to_nearest_even():
     x = np.random.default_rng(0).standard_normal(1000).astype("float32")
     x[:4] = [1 + 2**-8, 1 + 3 * 2**-8, np.inf, -np.inf]  # two ties
     np.testing.assert_array_equal(copy(jnp.asarray(x), result="bfloat16"), x.astype(ml_dtypes.bfloat16))
-
-
-class Record(NamedTuple):
-    x: Any = None
-    y: Any = None
-
-
-@triton.jit
-def add_kernel(a: Record, r: Record, BLOCK_H: tl.constexpr):
-    at = tl.arange(0, BLOCK_H)
-    x = tl.load(a.x + at)
-    tl.store(r.y + at, x if a.y is None else x + tl.load(a.y + at))
-
-
-def test_records_have_what_is_given_and_none_for_the_rest():
-    x, tile = FIVE[:4], Tile(1, 4, 1)
-    result = Record(y=jax.ShapeDtypeStruct(x.shape, x.dtype))
-    for given in (Record(x), Record(x, 2 * x)):
-        made = run(add_kernel, {"a": given}, {"r": result}, tile)["r"]
-        assert made.x is None
-        np.testing.assert_array_equal(made.y, x if given.y is None else 3 * x)
-    with pytest.raises(AssertionError, match="results in front of operands"):  # which XLA hands over first
-        run(add_kernel, {"r": Record(x)}, {"a": result}, tile)
-    with pytest.raises(AssertionError, match=r"no arguments \['b.x'\]"):
-        run(add_kernel, {"b": Record(x)}, {"r": result}, tile)
-
-
-@triton.jit
-def dot_kernel(a_ptr, b_ptr, c_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
-    at = tl.arange(0, BLOCK_ROWS)[:, None] * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-    tl.store(c_ptr + at, tl.dot(tl.load(a_ptr + at), tl.trans(tl.load(b_ptr + at)), tl.zeros_like(at).to(COMPUTE)))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_dot_multiplies_numbers(dtype):
-    """`tl.dot` multiplies numbers, where Triton's own interpreter multiplies the bit patterns of bfloat16."""
-    rng = np.random.default_rng(0)
-    a, b = (rng.standard_normal((16, 16)).astype(jnp.dtype(dtype)) for _ in range(2))
-    operands = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
-    c = run(dot_kernel, operands, {"c": jax.ShapeDtypeStruct((16, 16), "float32")}, Tile(16, 16, 1))["c"]
-    np.testing.assert_allclose(c, a.astype("float64") @ b.astype("float64").T, rtol=0, atol=1e-5)
 
 
 @triton.jit
