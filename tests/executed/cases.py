@@ -51,7 +51,6 @@ class Case:
     dtype: str = "float32"
     chip: str = "h200"
     features: int = 0
-    axis: int | tuple[int, ...] = -1
     parameters: str = ""
     residual: str = ""
     without: str = ""
@@ -63,7 +62,6 @@ class Case:
     epsilon: float = workbench.EPSILON
     forward_mode: bool = False
     remat: bool = False
-    mean: float = 0.0
 
     def __str__(self):
         """The fields that are not at their defaults."""
@@ -77,19 +75,14 @@ class Case:
         return (workbench.LINEAR_OPERATORS | workbench.OPERATORS | workbench.FORMS | workbench.GATED)[self.operator]
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        return (self.axis,) if isinstance(self.axis, int) else self.axis
-
-    @property
     def aligned(self) -> bool:
         """True where rows start on 16 bytes, and products have operands in one dtype.
 
         A fused kernel reads a wider residual with gaps between a warp's threads.
         """
-        runs = math.prod(self.shape[a] for a in self.axes), self.features
         one_dtype = not self.features or (not self.mixed and self.parameters in ("", self.dtype))
         itemsize = min(jnp.dtype(d).itemsize for d in (self.dtype, self.residual or self.dtype))
-        return one_dtype and all(run * itemsize % 16 == 0 for run in runs)
+        return one_dtype and all(run * itemsize % 16 == 0 for run in (self.shape[-1], self.features))
 
     @property
     def mixed(self) -> bool:
@@ -124,14 +117,13 @@ EXAMPLES = 3
 
 def _one(case: Case) -> dict[str, np.ndarray | None]:
     """The operands and cotangents of one example, by letter."""
-    parameters = {"parameter_dtype": case.parameters or None}
-    parameters |= {"features": (case.features,)} if case.features else {"axis": case.axis}
-    operands = workbench.arguments(case.kind, case.shape, case.dtype, **parameters)
+    features = (case.features,) if case.features else ()
+    options = {"features": features, "parameter_dtype": case.parameters or None}
+    operands = workbench.arguments(case.kind, case.shape, case.dtype, **options)
     given = dict(zip(case.letters, operands, strict=True))
-    given["x"] = (given["x"] + case.mean).astype(case.dtype)
     if case.residual:
         given["r"] = given["r"].astype(case.residual)
-    own = {*case.own_axes, *(a % len(case.shape) for a in case.axes)}
+    own = {*case.own_axes, len(case.shape) - 1}
     for i, letter in enumerate("sogp"):
         if given.get(letter) is not None and case.own_axes:
             shape = tuple(n if axis in own else 1 for axis, n in enumerate(case.shape))
@@ -157,8 +149,6 @@ def _call(case: Case, module, given):
     if module is not jln.reference:
         options |= {"implementation": "triton", "forward_mode": case.forward_mode}
         options |= {"remat": True} if case.remat else {}
-    if not case.features:
-        options |= {"axis": case.axis}
     return case.kind(*(given[letter] for letter in case.letters), module=module, **options)
 
 
@@ -181,22 +171,8 @@ def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
     return lambda given: jax.vmap(run, ({letter: 0 if letter in case.over else None for letter in given},))(given)
 
 
-# What examples may have of their own.
+# What rows share, or those of an example or of a head.
 OF_EXAMPLES = ("g", "dgate", "s", "o", "p", "dscale", "doffset", "dx_scale")
-
-
-def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
-    """An operand or a result of one example as workbench's `truth` takes it: normalised axes last, the others one."""
-    if a is None:
-        return None
-    if case.own_axes and name in OF_EXAMPLES:
-        return a.reshape(-1)
-    if case.features:
-        return a if a.ndim < 2 else a.reshape(-1, a.shape[-1])
-    if a.ndim < len(case.shape) or name in OF_EXAMPLES:
-        return a.reshape(-1)
-    axes = tuple(range(-len(case.axes), 0))
-    return np.moveaxis(a, case.axes, axes).reshape(-1, int(np.prod([case.shape[i] for i in case.axes])))
 
 
 def judged(case: Case, given, got, plain) -> dict[str, float]:
@@ -211,7 +187,9 @@ def judged(case: Case, given, got, plain) -> dict[str, float]:
                     a = a[i] if name in batched else a
                     for axis, place in zip(case.own_axes, own, strict=True):
                         a = np.take(a, [place], axis)
-                found[name] = as_rows(case, name, a)
+                    # As workbench's `truth` takes it: a parameter, or rows.
+                    a = a.reshape(-1) if a.ndim < 2 or name in OF_EXAMPLES else a.reshape(-1, a.shape[-1])
+                found[name] = a
             return found
 
         rows = example(given, case.over)

@@ -47,19 +47,14 @@ def test_bits(name, shape, dtype, chip, to, blocks):
     with lowering_for(chip):
         program = Program(step, x, *rest)
     got, y = program.run(x, *rest)
-    # Another result may have another tile, whose sums of a row differ in their last bits.
-    low, high = (
-        block_scaled(a, eight) if blocks else scaled(a, scale, eight)
-        for a in (np.asarray(y, "float64") * (1 - 1e-6), np.asarray(y, "float64") * (1 + 1e-6))
-    )
-    values = np.asarray(got.values, "float32") * spread(got.scale)
-    between = [np.asarray(a.values, "float32") * spread(a.scale) for a in (low, high)]
-    assert np.all(values >= np.minimum(*between)) and np.all(values <= np.maximum(*between))
-    assert np.mean(between[0] != between[1]) < 5e-3  # nearly all bits are known
-    if blocks:
-        assert np.all((got.scale.astype("float32") == low.scale) | (got.scale.astype("float32") == high.scale))
-    else:
-        np.testing.assert_allclose(got.amax, high.amax, rtol=3e-6)
+    true = block_scaled(np.asarray(y), eight) if blocks else scaled(np.asarray(y), scale, eight)
+    # Another result may have another tile, whose sums of a row differ in their last bits: few numbers are rounded to
+    # the next one then.
+    values, expected = (np.asarray(a.values, "float32") * spread(a.scale) for a in (got, true))
+    assert np.mean(values != expected) < 5e-3
+    np.testing.assert_array_less(np.abs(values - expected), 0.3 * np.abs(expected) + 4e-3 * spread(true.scale))
+    if not blocks:
+        np.testing.assert_allclose(got.amax, true.amax, rtol=3e-6)
         assert got.scale == scale
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import traffic
-from cases import Case, check, execute
+from cases import Case, check
 
 # Widths of real models, and so many rows that a program has four tiles or more and what it does once counts for little.
 # With parameters in float32: heads, whose norms stand beside a rotary embedding (benchmarks/qk_norm.py).
@@ -39,9 +39,3 @@ def test_instructions_take_less_time_than_memory(case):
     found = issue_shares(case, check(case).program)
     assert found.keys() == ARRAYS.keys()
     assert all(share < limit for share, limit in zip(found.values(), LIMITS[case], strict=True)), found
-
-
-def test_what_is_narrow_is_seen():
-    """Rows of 1001 bfloat16 elements are read by 2 bytes at a time."""
-    case = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
-    assert traffic.of(execute(case).program, case.large)[0].widths.keys() == {2}

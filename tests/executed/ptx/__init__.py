@@ -16,9 +16,9 @@ A `Violation` names kernel, line and thread of what a GPU would let pass or puni
            multiple of the access; a store to an operand; a byte of a result that nobody wrote
   shared   the same for shared memory, and registers read before they are written
   order    two threads at one place, one of them writing, and no bar.sync between (there is none between programs of a
-           grid); several threads that store different values to one place at once; a place that a copy or a matrix
-           product may still be working on; a product's sums before they are there; what was stored and then read by the
-           asynchronous proxy without fence.proxy.async
+           grid); several threads that store different values to one place at once; a place that a copy or a wgmma may
+           still be working on; a wgmma's sums before they are there; what was stored and then read by the asynchronous
+           proxy without fence.proxy.async. A product of tcgen05 is done at once
   control  bar.sync, shfl, ldmatrix, mma and their kin that some of their threads do not reach
 
 Arithmetic is PTX's, bit for bit, but for `approx` and `full` (computed exactly), a double rounding in fma, and the

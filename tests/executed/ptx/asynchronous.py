@@ -102,10 +102,11 @@ class Products(_Groups):
         places = m.shared_places(addresses, lanes, width, "a product's read")
         data = m.load(m.shared, places, lanes, "a product's read")
         m.refuse(m.shared.unfenced[places], lanes, "a product reads what was stored without fence.proxy.async")
-        np.add.at(m.shared.reading, places, 1)
         return data, (places, lanes)
 
     def finish(self, lanes: np.ndarray, sums: list[str], factors: list[str], reads: list[Any]) -> None:
+        for places, _ in reads:
+            np.add.at(self._machine.shared.reading, places, 1)
         self.under_way.append(_Product(lanes, self.groups[lanes], sums, factors, reads))
         self._mark()
 

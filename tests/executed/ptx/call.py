@@ -42,7 +42,6 @@ class Stats:
     """The counts of one call of a program, over all its executions."""
 
     name: str
-    executions: int = 0
     issued: int = 0  # instructions times warps, as a scheduler would count, but for branches
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # {buffer: the shape of its array}
     # {("read" or "written", buffer, width in bytes): [bytes of sectors, bytes asked for]}

@@ -18,7 +18,7 @@ from ptx.call import Call, Stats, Violation
 from ptx.listing import Listing
 from ptx.memory import READABLE, WRITABLE, WRITTEN, Buffers, Shared, Space, identity
 from ptx.operands import SHARED_BASE, register_width
-from ptx.tensor_memory import TensorMemory
+from ptx.tcgen05 import TensorMemory
 
 _ADDRESS = re.compile(r"\[\s*(.+?)\s*(?:\+\s*(-?\w+))?\s*\]$")
 

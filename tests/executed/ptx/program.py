@@ -160,7 +160,6 @@ def execute(
     with np.errstate(all="ignore"):
         for first in range(0, call.grid, at_once):
             machine.run(first, min(at_once, call.grid - first))
-    stats.executions += 1
 
     missing = [int((buffers.state[span] & WRITTEN == 0).sum()) for span in places]
     if any(missing):

@@ -1,6 +1,7 @@
-"""The tensor cores of sm_100, for one program: tcgen05's alloc, ld, st, mma, commit; and their mbarriers.
+"""The tensor cores of sm_100, for one program, with their memory: tcgen05's alloc, ld, st, mma; and mbarriers.
 
 Of the shapes those that Triton makes of our kernels: products of 64 rows, loads and stores of 16 lanes in two halves.
+All is done at once: whether the kernel waits for it, with tcgen05.wait or at an mbarrier, is not looked at.
 """
 
 from __future__ import annotations
@@ -16,18 +17,40 @@ _ROWS = 64
 # Row r of a product of 64 is in lane r % 16 of those that belong to warp r // 16.
 _LANES = 32 * (np.arange(_ROWS) // 16) + np.arange(_ROWS) % 16
 _K = 16
+_FIRST_COLUMN = 128  # where the only allocation lies; hardware chooses
+
+
+class TensorMemory:
+    """The tensor memory of the programs that run: 128 lanes of 32-bit columns for each.
+
+    Cells are numbered through: program, lane, column.
+    """
+
+    def __init__(self, machine: Any):
+        self._machine = machine
+        self.columns = 0  # 0: nothing is allocated
+
+    def allocate(self, columns: int) -> int:
+        """Allocate columns in all programs, filled with NaN, and return the address."""
+        if self.columns:
+            raise NotImplementedError("a second allocation of tensor memory")
+        self.columns, self.bits = columns, np.full(self._machine.programs * 128 * columns, 0xFFFFFFFF, np.uint32)
+        return _FIRST_COLUMN
+
+    def cells(self, programs: np.ndarray, lane: np.ndarray, column: np.ndarray) -> np.ndarray:
+        """The numbers of cells; arrays that broadcast together, `column` counted as addresses count."""
+        column = column - _FIRST_COLUMN
+        if ((column < 0) | (column >= self.columns) | (lane >= 128)).any():
+            self._machine.fail(f"outside the {self.columns} columns of tensor memory that are allocated")
+        return (programs * 128 + lane) * self.columns + column
 
 
 def _tcgen05(i: Any):
-    known = {"alloc": _alloc, "dealloc": _dealloc, "ld": _move, "st": _move, "mma": _mma, "commit": _commit}
+    known = {"alloc": _alloc, "dealloc": _dealloc, "ld": _move, "st": _move, "mma": _mma}
     if i.op[1] in known:
         return known[i.op[1]](i)
-    if i.op[1] == "wait::ld":
-        return lambda m: m.tensor_memory.wait_loads()
-    if i.op[1] == "wait::st":
-        return lambda m: m.tensor_memory.wait_stores()
-    if i.op[1] == "relinquish_alloc_permit":
-        return lambda m: m.whole_warps()
+    if i.op[1] in ("wait::ld", "wait::st", "commit", "relinquish_alloc_permit"):
+        return lambda m: None
     raise NotImplementedError(i.text)
 
 
@@ -37,18 +60,16 @@ def _alloc(i):
     def run(m):
         lanes = m.whole_warps()
         first = lanes[::32]
-        address = np.full((len(first), 1), m.tensor_memory.allocate(columns, lanes), np.uint32)
+        address = np.full((len(first), 1), m.tensor_memory.allocate(columns), np.uint32)
         m.store(m.shared, m.in_shared(i.args[0], first, 4, "a write"), first, address.view(np.uint8), "a write")
 
     return run
 
 
 def _dealloc(i):
-    get, columns = operand(i.args[0], "b32"), int(i.args[1], 0)
-
     def run(m):
-        lanes = m.whole_warps()
-        m.tensor_memory.free(m.spread(get(m))[lanes], columns)
+        m.whole_warps()
+        m.tensor_memory.columns = 0
 
     return run
 
@@ -76,11 +97,10 @@ def _move(i):
         columns = (column + half * int(split, 0))[:, None] + np.arange(len(registers))
         cells = m.tensor_memory.cells(m.local[lanes, None], (lane + own)[:, None], columns)
         if loads:
-            values = m.tensor_memory.load(cells, lanes)
-            for register, value in zip(registers, values.T, strict=True):
+            for register, value in zip(registers, m.tensor_memory.bits[cells].T, strict=True):
                 m.write_some(register, lanes, value)
         else:
-            m.tensor_memory.store(cells, lanes, np.stack([m.spread(g(m))[lanes] for g in get], 1))
+            m.tensor_memory.bits[cells] = np.stack([m.spread(g(m))[lanes] for g in get], 1)
 
     return run
 
@@ -105,12 +125,11 @@ def _mma(i):
         if len(word) > 1:
             raise NotImplementedError("programs with different products")
         of, n, turned = _described(int(word[0]), i.text)
-        programs, reads = m.local[lanes], []
+        programs, bits = m.local[lanes], m.tensor_memory.bits
 
         def shared(get, rows, turned):
             places = matrix_places(m.spread(get(m))[lanes].astype(np.int64), rows, _K, 2, turned)
-            data, note = m.products.read(places.reshape(-1), np.repeat(lanes, rows * _K), 2)
-            reads.append(note)
+            data, _ = m.products.read(places.reshape(-1), np.repeat(lanes, rows * _K), 2)
             return numbers(data.view(np.uint16), of).reshape(-1, rows, _K)
 
         def matrix_cells(at, columns):
@@ -120,11 +139,9 @@ def _mma(i):
             )
             return cells.reshape(len(lanes), -1)
 
-        factors = None
         if a is None:
-            factors = matrix_cells(m.address(i.args[1], lanes), _K // 2)
-            bits = np.ascontiguousarray(m.tensor_memory.factors(factors, lanes))
-            A = numbers(bits.view(np.uint16), of).reshape(-1, _ROWS, _K)
+            factors = bits[matrix_cells(m.address(i.args[1], lanes), _K // 2)]
+            A = numbers(factors.view(np.uint16), of).reshape(-1, _ROWS, _K)
         else:
             A = shared(a, _ROWS, turned[0])
         B = shared(b, n, turned[1])
@@ -132,8 +149,8 @@ def _mma(i):
         D = (A @ B.transpose(0, 2, 1)).reshape(len(lanes), -1)
         keep = m.spread(add(m))[lanes, None]
         if keep.any():
-            D = np.where(keep, D + m.tensor_memory.factors(sums, lanes).view(np.float32), D)
-        m.tensor_memory.multiply(lanes, sums, D.astype(np.float32).view(np.uint32), factors, reads)
+            D = np.where(keep, D + bits[sums].view(np.float32), D)
+        bits[sums] = D.astype(np.float32).view(np.uint32)
 
     return run
 
@@ -146,45 +163,13 @@ def _described(word, text):
     return of, (word >> 17 & 63) * 8, (bool(word >> 15 & 1), bool(word >> 16 & 1))
 
 
-def _barrier(m, argument, lanes):
-    """An mbarrier's place in shared memory, the same in all programs."""
-    at = np.unique(m.in_shared(argument, lanes, 8, "an mbarrier")[:, 0] % m.shared.room)
-    if len(at) != 1:
-        m.fail("several mbarriers at once", lanes)
-    return int(at[0])
-
-
-def _commit(i):
-    def run(m):
-        if len(lanes := m.lanes()):
-            m.tensor_memory.commit(_barrier(m, i.args[0], lanes), lanes)
-
-    return run
-
-
 def _mbarrier(i):
-    what = i.op[1]
-    if what == "try_wait":
-        return _try_wait(i)
-    if (what, i.args[1:]) not in (("init", ["1"]), ("inval", [])):
+    """A wait finds that all has arrived."""
+    if i.op[1] == "try_wait":
+        return lambda m: m.write_register(i.args[0], np.ones(m.n, bool))
+    if (i.op[1], i.args[1:]) not in (("init", ["1"]), ("inval", [])):
         raise NotImplementedError(i.text)
-
-    def run(m):
-        if len(lanes := m.lanes()):
-            m.tensor_memory.set_barrier(_barrier(m, i.args[0], lanes), lanes, 0 if what == "init" else -1)
-
-    return run
-
-
-def _try_wait(i):
-    parity = operand(i.args[2], "u32")
-
-    def run(m):
-        lanes = m.lanes()
-        m.tensor_memory.passed(_barrier(m, i.args[1], lanes), m.spread(parity(m))[lanes], lanes)
-        m.write_register(i.args[0], np.ones(m.n, bool))
-
-    return run
+    return lambda m: None
 
 
 TABLE = {"tcgen05": _tcgen05, "mbarrier": _mbarrier}
