@@ -7,7 +7,7 @@ PRODUCTS = "jln/_junction/linears/eight_bits.py"
 DERIVATIVES = "jln/_junction/derivatives.py"
 TESTS = "tests/operators/test_linears_in_eight_bits.py::"
 RECIPE = tuple(
-    f"{TESTS}test_values_and_gradients_by_the_recipe[xla-{case}]"
+    f"{TESTS}test_values_and_gradients_by_the_recipe[xla-{case}-float32]"
     for case in (
         "layer_norm_linear-blocks-parts of blocks",
         "layer_norm_linear-given scale-blocks over axes of rows",
@@ -28,7 +28,7 @@ EIGHT_BIT_LINEARS = [
     Mutant("z in blocks of float8_e4m3fn whatever was asked for", PRODUCTS, "_along_rows(z, 1, junction.y_dtype,",
            "_along_rows(z, 1, KERNEL,",
            (f"{TESTS}test_values_and_gradients_by_the_recipe"
-            "[xla-layer_norm_linear-given scale of e5m2-whole blocks]",)),
+            "[xla-layer_norm_linear-given scale of e5m2-whole blocks-float32]",)),
     Mutant("z made again by a scale of its own", PRODUCTS,
            "None if operands.y_scale is None else operands.y_scale.reshape(())", "None", RECIPE),
     Mutant("blocks that do not end with zeros", PRODUCTS, "for i in range(a.ndim)])",

@@ -32,45 +32,12 @@ def quantized(how, dtype=DTYPES["e4m3"], scale=0.03):
     return jln.Float8(scale if how == "one scale" else None, dtype)
 
 
-def numbers_as_norms(numbers, quantize, implementation):
-    """`numbers` in eight bits: rows of ones are their own norm, whose scale the numbers are."""
-    ones = jnp.ones_like(numbers)
-    return jln.rms_norm(ones, numbers, epsilon=0.0, quantize=quantize, implementation=implementation)
-
-
-def bits_of(numbers, how, dtype):
-    return block_scaled(numbers, dtype) if how == "blocks" else scaled(numbers, 0.75, dtype)
-
-
 @pytest.mark.parametrize("to", DTYPES)
 def test_every_number_of_bfloat16(to, how, implementation):
-    numbers, dtype = every_bfloat16(flushed=True), DTYPES[to]
-    compare(numbers_as_norms(numbers, quantized(how, dtype, 0.75), implementation), bits_of(numbers, how, dtype))
-
-
-@pytest.mark.parametrize("to", DTYPES)
-def test_a_million_numbers_of_float32(to, how):
-    """Random bits: all exponents, so that most blocks have one number that is large, and normal ones; ties, too."""
-    random, dtype = np.random.default_rng(0), DTYPES[to]
-    bits = random.integers(0, 2**32, (125, 1, 4096), np.uint32)
-    normal = random.normal(size=bits.shape).astype(np.float32)
-    normal[:, :, ::2] = (normal[:, :, ::2] * 64).round() / 64  # ties of what e4m3 and e5m2 can hold
-    numbers = np.concatenate([bits.view(np.float32), normal])
-    with np.errstate(all="ignore"):
-        numbers[np.abs(numbers) < 2.0**-120] = 0  # which a CPU and a GPU may flush
-        true = bits_of(numbers, how, dtype)
-    compare(numbers_as_norms(numbers, quantized(how, dtype, 0.75), "xla"), true)
-
-
-def test_blocks_are_those_of_jax():
-    """Blocks have the bits and scales that `jax.nn.scaled_dot_general` makes of the same numbers in float32."""
-    from jax._src.cudnn.scaled_matmul_stablehlo import quantize
-
-    x = workbench.normal(0, (64, 256), "float32") * jnp.exp2(jnp.arange(64, dtype="float32") - 32)[:, None]
-    values, scales = quantize(jln.layer_norm(x, x[0])[None], jax.nn.get_scaled_dot_general_config("mxfp8"))
-    got = jln.layer_norm(x, x[0], quantize=jln.MXFloat8())
-    np.testing.assert_array_equal(np.asarray(got.values).view("u1"), np.asarray(values[0]).view("u1"))
-    np.testing.assert_array_equal(np.asarray(got.scale).view("u1"), np.asarray(scales[0]).view("u1"))
+    """Rows of ones are their own norm, whose scale the numbers are."""
+    numbers, by = every_bfloat16(flushed=True), {"quantize": quantized(how, DTYPES[to], 0.75), "epsilon": 0.0}
+    true = block_scaled(numbers, DTYPES[to]) if how == "blocks" else scaled(numbers, 0.75, DTYPES[to])
+    compare(jln.rms_norm(jnp.ones_like(numbers), numbers, implementation=implementation, **by), true)
 
 
 def check(got, y):
@@ -140,16 +107,10 @@ def test_every_norm(name, how, shape, implementation):
 def test_no_rows(implementation, quantize):
     """An expert without tokens, and a batch without examples, have results of no rows, and gradients of zero."""
     x, by = jnp.ones((3, 0, H), "float32"), {"quantize": quantize, "implementation": implementation}
-
-    @jax.jit
-    def run(scale, kernel):
-        def loss(scale, kernel):
-            return jnp.sum(jax.tree.leaves(jln.rms_norm_linear(x, scale, kernel, **by))[0])
-
-        return jln.rms_norm(x, scale, **by), jax.grad(loss, (0, 1))(scale, kernel)
-
-    got, gradients = run(jnp.ones(H, "float32"), jnp.ones((H, 96), "float32"))
+    got = jax.jit(lambda x: jln.rms_norm(x, **by))(x)
     assert got.values.shape == got.dequantized().shape == x.shape
+    loss = lambda *a: jnp.sum(jax.tree.leaves(jln.rms_norm_linear(x, *a, **by))[0])  # noqa: E731
+    gradients = jax.jit(jax.grad(loss, (0, 1)))(jnp.ones(H, "float32"), jnp.ones((H, 96), "float32"))
     assert all(not jnp.any(d) for d in gradients)
 
 
@@ -180,7 +141,7 @@ def test_a_mean_without_a_scale(how, implementation):
 
 @pytest.mark.parametrize("axes", [(0, None), (0, 0), (None, 0)])
 def test_vmap(axes, how, implementation):
-    """Examples have their own bits, largest numbers and scales, of which some are given, wherever in x they are."""
+    """Examples have their own bits, largest numbers and scales, of which some are given."""
     x, w = workbench.normal(0, (3, 4, H), "float32"), workbench.normal(1, (3, H), "float32")
     x, w = (a if axis == 0 else a[0] for a, axis in zip((x, w), axes, strict=True))
     scales = jnp.array([0.01, 0.02, 0.03])
@@ -194,10 +155,6 @@ def test_vmap(axes, how, implementation):
 
     expected = jax.jit(each)(x, w)
     chex.assert_trees_all_equal(jax.jit(jax.vmap(f, (*axes, 0)))(x, w, scales), expected)
-    if axes[0] == 0 and implementation == "xla":
-        for axis in (1, 2):
-            got = jax.jit(jax.vmap(f, (axis, axes[1], 0)))(jnp.moveaxis(x, 0, axis), w, scales)
-            chex.assert_trees_all_equal(got, expected)
 
 
 OWN = {"groups": (3, 4, 1, H), "each row": (3, 4, 5, H), "heads": (1, 1, 5, H), "heads of groups": (3, 1, 5, H)}
@@ -220,9 +177,7 @@ def test_parameters_of_examples(how, own, implementation):
         ("a100", (3, 9, 0), False),
         ("l4", (3, 9, 0), True),
         ("l4", (3, 8, 0), False),
-        ("h200", (3, 6, 0), True),
         ("mi300x", (3, 9, 0), False),
-        ("mi355x", (3, 9, 0), True),
     ],
 )
 def test_chips_that_do_not_convert_have_eight_bits_by_xla(chip, triton, converts, monkeypatch):
@@ -284,7 +239,6 @@ WRONG = {
     "another axis": (ValueError, "last, normalised axis", {"axis": 0, "quantize": jln.MXFloat8()}),
     "a scale of rows": (ValueError, "must be a number", {"quantize": jln.Float8(X[:, 0])}),
     "a scale below float32's normal numbers": (ValueError, "normal in float32", {"quantize": jln.Float8(1e-40)}),
-    "a scale above float32's numbers": (ValueError, "normal in float32", {"quantize": jln.Float8(1e39)}),
     "a scale of zero": (ValueError, "positive", {"quantize": jln.Float8(0.0)}),
     "float64": (TypeError, "float64", {"x": X.astype("float64"), "quantize": jln.MXFloat8()}),
     "forward mode": (ValueError, "forward_mode", {"forward_mode": True, "quantize": jln.MXFloat8()}),
@@ -295,14 +249,6 @@ WRONG = {
 def test_what_is_refused(error, message, given):
     with pytest.raises(error, match=message):
         jln.rms_norm(**{"x": X} | given)
-
-
-def test_scales_are_numbers_of_any_kind():
-    numbers = (0.25, np.float32(0.25), jnp.bfloat16(0.25), np.array(0.25))
-    first, *others = (jln.rms_norm(X, quantize=jln.Float8(s)) for s in numbers)
-    others.append(jax.jit(lambda x, q: jln.rms_norm(x, quantize=q))(X, jln.Float8(jnp.float32(0.25))))
-    for result in others:
-        chex.assert_trees_all_equal(result, first)
 
 
 @pytest.mark.parametrize("part", ["values", "scale", "amax"])

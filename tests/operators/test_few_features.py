@@ -17,14 +17,12 @@ from jln._junction.arrays import Arrays, Junction, Norm, Switches
 from jln._junction.launches import column_sums
 from jln._junction.linears import tiles
 from jln._triton import target
-from jln._triton.chip import CHIPS, Chip
+from jln._triton.chip import Chip
 from jln._triton.launch import INTERPRETED
-from jln._triton.tile import ceil_div
 from matrix import loss_by_name
 from workbench import LINEAR_OPERATORS
 
 NORM = Norm(-1, workbench.EPSILON, Switches(subtract_mean=True))
-H200 = CHIPS["h200"]
 
 
 def few(dtype, precision=None, n=16, implementation=None, norm=NORM, several=1, **more):
@@ -41,11 +39,8 @@ def few(dtype, precision=None, n=16, implementation=None, norm=NORM, several=1, 
     ("dtype", "precision", "fused"),
     [
         ("bfloat16", Precision.HIGHEST, True),
-        ("bfloat16", Preset.BF16_BF16_F32, True),
         ("bfloat16", Preset.BF16_BF16_BF16, False),
-        ("bfloat16", Preset.F16_F16_F32, False),
         ("bfloat16", Preset.TF32_TF32_F32, False),
-        ("float32", (Precision.DEFAULT, Precision.DEFAULT), True),
         ("float32", Preset.TF32_TF32_F32, True),
         ("float32", (Precision.HIGHEST, Precision.HIGHEST), False),
         ("float32", Preset.F32_F32_F32, False),
@@ -77,32 +72,6 @@ LEFT = {
 @pytest.mark.parametrize("beside", LEFT)
 def test_forms_that_are_left_to_a_norm_and_products(beside):
     assert not few("bfloat16", **LEFT[beside])
-
-
-def test_programs_fill_the_chip():
-    """Most SMs are busy in the backward pass, be there few columns or many, and at few rows in the row sums, too."""
-    for rows, h, n, share in [(8192, h, 64, 0.7) for h in (768, 1024, 4096)] + [
-        (rows, h, 256, 0.9) for h in (768, 1024, 4096, 5120, 8192, 12288) for rows in (2048, 8192)
-    ]:
-        plan = tiles.backward_plan(rows, h, n, "bfloat16", H200)
-        found = [plan.splits * ceil_div(h, plan.backward.columns)]
-        found += [plan.row_programs * plan.parts] * (n == 256)
-        for programs in found:
-            assert programs >= share * H200.cores * ceil_div(programs, H200.cores), (rows, h)
-
-
-@pytest.mark.parametrize(
-    ("rows", "h", "n", "fused"),
-    [
-        (8192, 4096, 256, True),
-        (64, 4096, 256, False),
-        (2048, 4096, 256, False),
-        (8512, 4096, 256, False),  # a tile more than 132 SMs take at a time
-        (1, 768, 64, True),
-    ],
-)
-def test_the_forward_is_fused_where_its_walk_pays(rows, h, n, fused):
-    assert (tiles.forward_tile(rows, h, n, "bfloat16", H200) is not None) == fused
 
 
 # The tiles of fewer rows that sm_80 and sm_89 take, in several trips each. Of 40 cores several programs have shares of
@@ -200,7 +169,6 @@ def test_column_sums_of_many_rows(rows):
     """
     a = jnp.asarray(np.random.default_rng(0).integers(-3, 5, (2, rows, 5)), "bfloat16")
     sequences = a[:, : rows // 4 * 4].reshape(2, 4, -1, 5)
-    sums, of_sequences = jax.jit(lambda *given: [column_sums(v, "float32", 1) for v in given])(a, sequences)
-    np.testing.assert_array_equal(sums, np.asarray(a, "float64").sum(1))
-    np.testing.assert_array_equal(of_sequences, np.asarray(sequences, "float64").sum((1, 2)))
-    np.testing.assert_array_equal(column_sums(a[0, 0], "float32"), a[0, 0].astype("float32"))  # a row without others
+    for given in (a, sequences):
+        true = np.asarray(given, "float64").sum(tuple(range(1, given.ndim - 1)))
+        np.testing.assert_array_equal(column_sums(given, "float32", 1), true)

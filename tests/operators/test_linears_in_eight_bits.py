@@ -37,6 +37,9 @@ SIZES = {
     "blocks over axes of rows": ((8, 4), (4, 8)),
     "a row without others": ((), (96,)),
 }
+# How far off results may be. XLA's CPU backend of jaxlib 0.12 adds up a product over two axes of rows in bfloat16.
+ALLOWED = {"float32": 2e-3, "bfloat16": 2e-2, "float16": 4e-3}
+CASES = [*((sizes, "float32") for sizes in SIZES), ("whole blocks", "bfloat16"), ("whole blocks", "float16")]
 H = 96
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 
@@ -120,31 +123,21 @@ def given(name, rows, features, dtype="float32"):
     return operands, dy, dtotal
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "dtype"), CASES)
 @pytest.mark.parametrize("how", QUANTIZE)
 @pytest.mark.parametrize("name", LINEAR_OPERATORS)
-def test_values_and_gradients_by_the_recipe(name, how, sizes, implementation):
+def test_values_and_gradients_by_the_recipe(name, how, sizes, dtype, implementation):
     """Results in float32 are those of the recipe in float64, but where a number lies between two of eight bits.
 
     One such number of some thousands is taken for the other; another recipe is off by more than 1e-2.
     """
     rows, features = SIZES[sizes]
-    arrays = given(name, rows, (features, (64,)))
+    arrays = given(name, rows, (features, (64,)), dtype)
     results, gradients, amax = found(name, *arrays, quantize=QUANTIZE[how], implementation=implementation)
-    assert max(jax.tree.leaves(off((results, gradients), recipe(name, *arrays, QUANTIZE[how])))) < 2e-3
-    assert (amax is None) == (not how.startswith("given"))
-
-
-@pytest.mark.parametrize("how", ["blocks", "current scale"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits(how, dtype, implementation):
-    """Results and gradients are in the dtype of x, and as near as its roundings allow."""
-    arrays = given("layer_norm_linear", (2, 64), ((64,), (40,)), dtype)
-    results, gradients, _ = found("layer_norm_linear", *arrays, quantize=QUANTIZE[how], implementation=implementation)
-    true = recipe("layer_norm_linear", *arrays, QUANTIZE[how])
     assert {a.dtype.name for a in jax.tree.leaves((results, gradients))} == {dtype}
-    # XLA's CPU backend of jaxlib 0.12 adds up a product over two axes of rows in bfloat16, with or without eight bits.
-    assert max(jax.tree.leaves(off((results, gradients), true))) < (2e-2 if dtype == "bfloat16" else 4e-3)
+    errors = off((results, gradients), recipe(name, *arrays, QUANTIZE[how]))
+    assert max(jax.tree.leaves(errors)) < ALLOWED[dtype]
+    assert (amax is None) == (not how.startswith("given"))
 
 
 def loss(quantize, **options):
@@ -202,18 +195,6 @@ def test_transformations(how):
     chex.assert_trees_all_close(run(*ARRAYS), (expected, expected), **CLOSE)
 
 
-@pytest.mark.parametrize("how", KINDS)
-def test_kept_is_what_is_kept_without(how):
-    """Nothing in eight bits is kept for the backward pass."""
-
-    def kept(quantize):
-        f = loss(quantize, implementation="xla")
-        held = jax.eval_shape(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]), *ARRAYS)
-        return sorted((a.shape, a.dtype.name) for a in held if a.size > H * 64)
-
-    assert kept(QUANTIZE[how]) == kept(None)
-
-
 def test_delayed_scaling():
     """The largest |z| is told, has no derivative, and makes the next scale; a traced scale compiles nothing anew."""
     operands, *_ = given("layer_norm_linear", (2, 32), ((64,),))
@@ -264,9 +245,8 @@ def test_layouts_for_cudnn(sizes):
     chex.assert_trees_all_close(got, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("shared", ["a", "b", "neither"])
-def test_examples_of_a_product_by_cudnn(shared, monkeypatch):
-    """Products of a vmap's examples are one, and right."""
+def test_examples_of_a_product_by_cudnn(monkeypatch):
+    """Products of a vmap's examples, which share one side, are one, and right."""
     sizes = []
 
     def by_hand(a, b, a_scale, b_scale, preferred_element_type):
@@ -275,15 +255,12 @@ def test_examples_of_a_product_by_cudnn(shared, monkeypatch):
         return jnp.einsum("bmk,bnk->bmn", a, b).astype(preferred_element_type)
 
     monkeypatch.setattr(jax.nn, "scaled_matmul", by_hand)
-    product, axes, operands = eight_bits.cudnn_product("float32"), [], []
-    for side, n in (("a", 7), ("b", 9)):
-        values = workbench.normal(n, (5, 2, n, 64), "float32").astype(E4M3)
-        scale = jnp.asarray(np.random.default_rng(n).integers(120, 134, (5, 2, n, 2)), "uint8")
-        axes += [None if shared == side else 0] * 2
-        operands += [values[0], scale[0]] if shared == side else [values, scale]
-    got = jax.vmap(product, axes)(*operands)
+    product = eight_bits.cudnn_product("float32")
+    a, b = (workbench.normal(n, (5, 2, n, 64), "float32").astype(E4M3) for n in (7, 9))
+    a_scale, b_scale = (np.random.default_rng(n).integers(120, 134, (5, 2, n, 2), "uint8") for n in (7, 9))
+    got = jax.vmap(product, (0, 0, None, None))(a, a_scale, b[0], b_scale[0])
     assert sizes[-1] == ((10, 7, 64), (10, 9, 64))
-    loop = [product(*(v if axis is None else v[i] for v, axis in zip(operands, axes, strict=True))) for i in range(5)]
+    loop = [product(a[i], a_scale[i], b[0], b_scale[0]) for i in range(5)]
     chex.assert_trees_all_close(got, jnp.stack(loop), rtol=1e-5, atol=1e-5)
 
 
@@ -297,13 +274,6 @@ def test_errors():
     with pytest.raises(TypeError, match="no derivatives"):
         jax.grad(lambda k: jnp.sum(jax.grad(loss(jln.MXFloat8()))(x, scale, offset, k, bias)))(kernel)
 
-    def of_z_alone(x):
-        _, pullback = jax.vjp(lambda k: call(x, scale, offset, k, bias), kernel)
-        return jnp.sum(pullback(jnp.ones((*x.shape[:-1], 64), "float32"))[0])
-
-    with pytest.raises(TypeError, match="no derivatives"):
-        jax.grad(of_z_alone)(x)
-
 
 @pytest.mark.parametrize("how", KINDS)
 def test_xla_makes_z_again_where_it_quantises_it(how, implementation):
@@ -316,24 +286,3 @@ def test_xla_makes_z_again_where_it_quantises_it(how, implementation):
         f = loss(QUANTIZE[how], implementation=implementation, remat=remat)
         _, backward = requests(jax.grad(f, EVERY), *arrays)
         assert [r.dtypes.y for r in backward] == ["float32" if remat else None]
-
-
-# Rows that fill the blocks of each example, and that do not; an offset that is read row by row.
-@pytest.mark.parametrize("shape", [(4, 64, H), (4, 11, H)], ids=str)
-@pytest.mark.parametrize("varies", ["scale and offset", "offset by row"])
-def test_parameters_of_examples(varies, shape, implementation):
-    """Products are of z by the scale and the offset of each example, or of each row."""
-    x, dy = workbench.normal(0, shape, "float32"), workbench.normal(5, (*shape[:-1], 64), "float32")
-    own = (4, 1, H) if varies == "scale and offset" else shape
-    scale = workbench.normal(1, own if varies == "scale and offset" else (H,), "float32")
-    offset, kernel = workbench.normal(2, own, "float32"), workbench.normal(3, (H, 64), "float32")
-
-    @jax.jit
-    def gradient(kernel):
-        call = functools.partial(jln.layer_norm_linear, quantize=jln.MXFloat8(), implementation=implementation)
-        return jax.vjp(lambda kernel: call(x, scale, offset, kernel), kernel)[1](dy)[0]
-
-    z = jln.reference.layer_norm(*(np.asarray(a, "float64") for a in (x, scale, offset)))
-    rows = (0, 1)
-    true = np.tensordot(in_eight_bits(z, rows, E4M3, True), in_eight_bits(dy, rows, E4M3, True), (rows, rows))
-    assert off(gradient(kernel), true) < 2e-3

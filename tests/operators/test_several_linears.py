@@ -86,22 +86,10 @@ def of_one_kernel(f, a):
     return jax.grad(loss, (0, 1))(a, stacked(a["kernel"][-1]))
 
 
-def of_all_rows(f, a):
-    def loss(a, rows):
-        return jnp.sum(jax.vmap(lambda rows: loss_by_name(f)(a | rows))(rows))
-
-    return jax.grad(loss, (0, 1))(a, stacked({n: a[n] for n in ("x", "residual") if n in a}))
-
-
 def of_one_cotangent(f, a):
     results, pullback = jax.vjp(lambda a: jax.tree.leaves(f(**a)), a)
     first, *others = map(jnp.cos, results)
     return jax.vmap(lambda last: pullback([first, *others[:1], last, *others[2:]]))(stacked(others[1]))
-
-
-def with_dots_saved(f, a):
-    policy = jln.checkpoint_policies.dots_saveable
-    return gradient(jax.checkpoint(lambda **a: f(**a), policy=policy), a)
 
 
 TRANSFORMATIONS = {
@@ -110,12 +98,9 @@ TRANSFORMATIONS = {
     "hvp": lambda f, a: jax.jvp(functools.partial(gradient, f), (a,), (jax.tree.map(jnp.cos, a),)),
     "vmap of x": lambda f, a: jax.vmap(lambda x: gradient(f, a | {"x": x}))(stacked(a["x"])),
     "vmap of all": lambda f, a: jax.vmap(functools.partial(gradient, f))(stacked(a)),
-    "grad(vmap of all rows), forward mode": of_all_rows,
     "grad(vmap) of all": lambda f, a: jax.grad(lambda s: jnp.sum(jax.vmap(loss_by_name(f))(s)))(stacked(a)),
     "grad(vmap) of one kernel": of_one_kernel,
-    "grad(vmap) of one kernel, forward mode": of_one_kernel,
     "vmap of one cotangent": of_one_cotangent,
-    "dots saved": with_dots_saved,
 }
 
 
@@ -130,24 +115,8 @@ def test_transformations(name, features, dtype, transformation, implementation):
 
 @pytest.mark.parametrize("forward_mode", [False, True])
 @EITHER
-def test_results_that_are_not_used(features, dtype, forward_mode, implementation):
-    """Kernels of unused results have gradients of zero, and do not change the gradients of the others."""
-    operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
-
-    def transformed(f, operands):
-        def chosen(a, used):
-            y, total = f(**a)
-            return sum(jnp.sum(jnp.sin(total if i == "total" else y[i])) for i in used)
-
-        return [jax.grad(chosen)(operands, used) for used in ((0,), (0, 2), ("total",), (1, "total"))]
-
-    both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
-
-
-@pytest.mark.parametrize("forward_mode", [False, True])
-@EITHER
 def test_frozen_arguments(features, dtype, forward_mode, implementation):
-    """Each gradient alone, that of the first and of the last Linear, and those of one whose result is not used."""
+    """Each gradient alone, that of the first and of the last Linear, and those where some results are not used."""
     operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
     first, last = ({name: operands[name][i] for name in ("kernel", "bias")} for i in (0, 2))
 
@@ -158,40 +127,30 @@ def test_frozen_arguments(features, dtype, forward_mode, implementation):
         def of_ends(first, last):
             return of(operands | {name: (first[name], operands[name][1], last[name]) for name in first})
 
-        def of_the_second(of_first, name):
-            (_, second, _), _ = f(**operands | {name: (of_first, *operands[name][1:])})
-            return jnp.sum(second)
+        def of_some(a, used):
+            y, total = f(**a)
+            return sum(jnp.sum(jnp.sin((*y, total)[i])) for i in used)
 
+        def of_the_second(of_first, name):
+            return of_some(operands | {name: (of_first, *operands[name][1:])}, (1,))
+
+        ends = [jax.grad(of_ends, i)(first, last) for i in (0, 1)]
         unused = [jax.grad(of_the_second)(first[name], name) for name in first]
-        return alone, [jax.grad(of_ends, i)(first, last) for i in (0, 1)], unused
+        return alone, ends, unused, [jax.grad(of_some)(operands, used) for used in ((0, 2), (3,))]
 
     both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
 
 
-def test_the_offsets_gradient_alone_is_rounded_once():
-    """Shares of three Linears, of which each cancels what another has, are added up wide in forward mode."""
-    kernel = workbench.normal(0, (16, 300), "float32")
-    kernels = (kernel, kernel * 1.01, kernel * -2)
-    x, scale, offset = workbench.normal(1, (8, 16), "float32"), jnp.ones(16), jnp.zeros(16, "float16")
-    dy = workbench.normal(2, (8, 300), "float32")
-
-    def loss(offset):
-        products = jln.layer_norm_linear(x, scale, offset, kernels, forward_mode=True)
-        return sum(jnp.sum(y * dy) for y in products)
-
-    true = sum(np.sum(np.asarray(dy, "float64") @ np.asarray(k, "float64").T, 0) for k in kernels)
-    np.testing.assert_allclose(jax.grad(loss)(offset), true, rtol=float(jnp.finfo("float16").eps), atol=1e-4)
-
-
-# More products than a kernel adds up; and rows that fit in no tile, in float64 beyond 2048 elements.
+# More products than a kernel adds up; rows that fit in no tile, in float64 beyond 2048 elements; and x of one axis.
 @pytest.mark.parametrize(
     ("name", "shape", "features"),
     [
         ("add_layer_norm_linear", (6, 9), ((300,), (8,), (2, 4), (5,))),
         ("add_layer_norm_linear", (3, 2100), ((130,), (140,))),
         ("rms_norm_add_rms_norm_linear", (3, 2100), ((130,), (140,))),
+        ("add_layer_norm_linear", (9,), ((6,), (2, 3, 2))),
     ],
-    ids=["four", "a wide row", "both sides of a wide row"],
+    ids=["four", "a wide row", "both sides of a wide row", "one axis"],
 )
 def test_what_products_pull_back_is_added_up(name, shape, features, implementation):
     both(gradient, name, implementation, workbench.named(name, shape, "float64", features=features), "float64")
@@ -244,7 +203,7 @@ def test_kernels_of_several_dtypes(features, x, dtypes, implementation):
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize("features", FEATURES[:2], ids=["few features", "many"])
+@pytest.mark.parametrize("features", FEATURES)
 def test_only_the_total_is_kept_of_its_size(features, forward_mode, implementation):
     """No array of the total's size is kept for the backward pass except the total itself, which is returned too.
 
@@ -267,15 +226,12 @@ X = jnp.ones((4, 8), "float32")
 ERRORS = {
     "a list": (TypeError, r"kernel must be an array; got list", [K, K], None),
     "nothing": (ValueError, r"kernel must have at least one array; got \(\)", (), None),
-    "a tuple in a tuple": (TypeError, r"kernel\[1\] must be an array; got tuple", (K, (K, K)), None),
-    "None": (TypeError, r"kernel\[0\] must be an array; got NoneType", (None, K), None),
     "another H": (ValueError, r"kernel\[1\] must have shape \(8, \*features\).*got float32\[9,3\]",
                   (K, jnp.ones((9, 3), "float32")), None),
     "an integer kernel": (TypeError, r"kernel\[1\] must have one of the dtypes", (K, K.astype("int32")), None),
     "fewer biases": (ValueError, r"bias must have an array or None for each of 2 kernels; got 1", (K, K), (None,)),
     "a bias for all": (TypeError, r"bias must be None or a tuple of arrays and Nones.*got ArrayImpl",
                        (K, K), jnp.ones(3, "float32")),
-    "a list of biases": (TypeError, r"bias must be None or a tuple.*got list", (K, K), [None, None]),
     "another bias": (ValueError, r"bias\[1\] must have shape \(3,\), that of kernel\[1\]'s axes after the first",
                      (K, K), (None, jnp.ones(4))),
     "several biases of one kernel": (TypeError, r"bias must be an array; got tuple", K, (jnp.ones(3),)),
@@ -286,25 +242,3 @@ ERRORS = {
 def test_bad_arguments(error, message, kernel, bias):
     with pytest.raises(error, match=message):
         jln.rms_norm_linear(X, None, kernel, bias)
-
-
-@pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])  # in one operation, and by XLA
-def test_more_linears_than_an_array_has_axes(dtype, forward_mode):
-    """Linears of 40 experts or tasks have the reference's gradients: of the last kernel alone, and of all kernels."""
-    x, *kernels = (workbench.normal(i, (4, 2 if i else 4), dtype) for i in range(41))
-    operands = {"x": x, "scale": None, "kernel": tuple(kernels)}
-
-    def transformed(f, a):
-        *others, last = a["kernel"]
-        of_last = jax.grad(lambda last: loss_by_name(f)(a | {"kernel": (*others, last)}))
-        return gradient(f, a), of_last(last)
-
-    both(transformed, "rms_norm_linear", None, operands, dtype, forward_mode=forward_mode)
-
-
-@pytest.mark.parametrize("rows", [(0,), (3, 0)], ids=str)
-def test_no_rows(rows, implementation):
-    x = jnp.ones((*rows, 8))
-    (y, z), total = jln.add_rms_norm_linear(x, x, None, (K, jnp.ones((8, 2, 2))), implementation=implementation)
-    assert (y.shape, z.shape, total.shape) == ((*rows, 3), (*rows, 2, 2), (*rows, 8))
