@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jln
 from plain_norms import B, C, R, S, V, W, X, layer, rms
-from proof import H, apart, difference, equations, operators, parted
+from proof import H, apart, difference, equations, operators
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 ONE = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
@@ -67,7 +67,6 @@ NO_LINEARS = {
     "two precisions": (lambda y, w: (y @ w, jnp.matmul(y, w, precision="highest")), "precisions"),
     "two dtypes": (lambda y, w: (y @ w, y.astype("float32") @ w.astype("float32")), "dtypes"),
     "an algorithm": (lambda y, w: jnp.matmul(y, w, precision=lax.DotAlgorithmPreset.F64_F64_F64), "algorithm"),
-    "a sum": (lambda y, w: (y @ w, y + 1.0), "reads its result"),
     "itself": (lambda y, w: y @ jnp.swapaxes(y, -1, -2), "reads its result"),
     "eight bits": (lambda y, w: lax.dot(y, w.astype("int8"), preferred_element_type="float64"), "in int8"),
 }
@@ -109,15 +108,6 @@ def test_a_constraint_in_front_of_linears_is_one_of_what_the_norm_reads():
     assert len(constrained) == 2 and program.jaxpr.invars[1] in constrained  # x, which a product makes, and r
 
 
-def test_linears_whose_kernels_are_mapped_have_the_dtype_of_the_norm():
-    """A vmap over kernels is plain jnp."""
-    x, s, kernels = X.astype("float32"), S.astype("float32"), jnp.stack([W, 2 * W]).astype("bfloat16")
-    of = lambda module: jax.vmap(lambda k: module.rms_norm_linear(x, s, k, dtype="bfloat16"))(kernels)  # noqa: E731
-    own, wanted = of(jln), of(jln.reference)
-    assert own.dtype == wanted.dtype == jnp.bfloat16
-    assert parted(own, wanted) <= 1e-2
-
-
 # Copies.
 
 
@@ -139,18 +129,6 @@ def test_what_products_pull_back_is_added_up_in_the_backward_kernel(norm, produc
     (equation,) = (e for e in backward.eqns if e.primitive.name == "jln_norm_backward")
     rows = [v for v in equation.invars if v.aval.shape == X.shape]
     assert len(rows) == min(products + added, 3) + 2  # and dtotal and total
-
-
-def test_each_product_has_the_constraints_and_names_in_front_of_it():
-    def loss(x, s, w):
-        y = rms(x, s)
-        one, other = (lax.with_sharding_constraint(y, ROWS) for _ in range(2))
-        kept = checkpoint_name(one, "kept")
-        return jnp.sum(jnp.sin(kept @ w)) + jnp.sum(jnp.sin(other @ w)) + jnp.sum(jnp.sin(kept @ (3 * w)))
-
-    assert difference(loss, X, S, W) <= 1e-12
-    program = str(jax.make_jaxpr(jln.fuse(loss))(X, S, W))
-    assert program.count("sharding_constraint[") == 3 and program.count("name=kept") == 2
 
 
 def copied(x, s, w):
@@ -190,16 +168,12 @@ def test_a_product_of_two_norms_results_reads_both():
 
     assert operators(loss, X, R, S, W) == {"rms_norm": 1, "layer_norm": 1}
     assert difference(loss, X, R, S, W) <= 1e-12
-    alone = lambda x, r, s: jnp.sum(jnp.sin(jnp.einsum("brh,bth->brt", rms(jnp.sin(x), s), layer(r, s))))  # noqa: E731
-    assert len(jln.explain(jln.fuse(alone, linears=True), X, R, S)) == 2
-    assert difference(alone, X, R, S, linears=True) <= 1e-12
 
 
 # Checkpoints that keep names, some of which stand behind the products, as MaxText has them.
 NAME = lambda a, c: checkpoint_name(a, "up")  # noqa: E731
 NAMES = {
     "behind": ([NAME], ["up"], True),
-    "behind a factor that has a gradient": ([lambda a, c: a * c, NAME], ["up"], False),
     "behind a rotation": ([lambda a, c: a * jnp.cos(jnp.arange(3.0))[:, None], NAME], ["up"], True),
     "behind a bias and a factor": ([lambda a, c: (a + c) * 2.0, NAME], ["up"], True),
     "behind what backward reads again": ([lambda a, c: jnp.sin(a), NAME], ["up"], False),

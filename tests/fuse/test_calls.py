@@ -1,6 +1,5 @@
 """Calls of what `jln.fuse` returns: arguments, results and their dtypes, and what is kept from call to call."""
 
-import collections
 import enum
 import gc
 import types
@@ -14,7 +13,7 @@ from jax import export, lax
 
 import jln
 from jln._fuse import transformation
-from plain_norms import ALL, EXAMPLES, PARAMETERS, S, X, block, layer, model
+from plain_norms import EXAMPLES, PARAMETERS, S, X, block, layer
 from proof import H, apart, operators
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
@@ -55,22 +54,9 @@ def test_a_numpy_scalar_that_an_outer_jit_holds_static():
 
 
 def test_a_static_argument_without_a_hash():
-    class Box:
-        __hash__ = None
-
-        def __eq__(self, other):
-            return True
-
-        def __init__(self, scale):
-            self.scale = scale
-
     fused = jln.fuse(lambda x, box: jnp.sum(layer(x) ** 2) * box.scale)
-    assert float(fused(X, Box(1.0))) * 2 == float(fused(X, Box(2.0)))
-
-
-def test_arrays_that_are_not_jaxs_are_static():
-    fused = jln.fuse(lambda x, words, date: layer(x, float(len(words))) if date else None)
-    assert apart(fused(X, np.array(["of", "one"]), np.datetime64("2020-01-01")), layer(X, 2.0)) <= 1e-12
+    one, two = (types.SimpleNamespace(scale=scale) for scale in (1.0, 2.0))
+    assert float(fused(X, one)) * 2 == float(fused(X, two))
 
 
 def test_weak_types_stay():
@@ -90,23 +76,18 @@ def test_donated_buffers():
     assert all(a.is_deleted() for a in given)
 
 
-def test_decorators():
-    @jln.fuse
-    def plain(p, x):
-        """Say what it is."""
-        return model(p, x)
+def test_a_method_is_a_method_and_has_its_documentation():
+    class Model:
+        scale = 2.0
 
-    @jln.fuse(linears=True)
-    def with_linears(p, x):
-        return model(p, x)
+        @jln.fuse
+        def loss(self, x):
+            """Say what it is."""
+            return self.scale * jnp.sum(layer(x, S) ** 2)
 
-    args = PARAMETERS, EXAMPLES
-    assert (plain.__name__, plain.__doc__) == ("plain", "Say what it is.")
-    assert operators(plain.__wrapped__, *args) == ALL
-    found = collections.Counter(r.layer for r in jln.explain(with_linears, *args))
-    assert found == {"jln.layer_norm_linear": 1, "jln.add_layer_norm_linear": ALL["add_layer_norm"]}
-    wanted, *got = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (model, plain, with_linears)])(*args)
-    assert max(apart(a, wanted) for a in got) <= 1e-11
+    assert (Model.loss.__name__, Model.loss.__doc__) == ("loss", "Say what it is.")
+    assert operators(Model().loss, X) == {"layer_norm": 1}
+    assert float(Model().loss(X)) == pytest.approx(2 * float(jnp.sum(layer(X, S) ** 2)), rel=1e-12)
 
 
 def test_results_that_are_constants_are_arrays():
@@ -178,12 +159,6 @@ def test_a_program_deeper_than_python():
         return layer(x) + number
 
     assert operators(deep, X) == {"layer_norm_add": 1}
-
-
-@pytest.mark.parametrize("number", [np.inf, np.nan])
-def test_a_factor_that_no_operator_takes(number):
-    loss = lambda x: layer(x + X * number)  # noqa: E731
-    np.testing.assert_array_equal(jln.fuse(loss)(X), loss(X))
 
 
 @pytest.mark.parametrize("of", ["a function", "an inner jit"])

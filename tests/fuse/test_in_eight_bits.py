@@ -77,16 +77,11 @@ def behind_a_sum(norm, product):
     return function
 
 
-def under_a_vmap(norm, product):
-    return lambda x, r, s, w, *more: jax.vmap(lambda z: product(norm(z, s), w, *more))(jnp.stack([x, r]))
-
-
 # What is around the norm, options, and the reason why an RMSNorm is left.
 WAYS = {
     "alone": (alone, {}, LEFT),
     "behind a sum": (behind_a_sum, {}, LEFT),
     "in a checkpoint": (lambda *of: jax.checkpoint(alone(*of)), {}, "XLA makes"),
-    "under a vmap": (under_a_vmap, {}, LEFT),
     "in forward mode": (alone, {"forward_mode": True}, LEFT),
 }
 ways_and_products = pytest.mark.parametrize(
@@ -123,12 +118,6 @@ def in_integers(z, w):
     return lax.dot_general(z, w, (((2,), (0,)), ((), ())), preferred_element_type="int32") * scale / 100
 
 
-@of_its_own
-def through_another(z, w):
-    """A function that calls one, beside eight bits of its own."""
-    return by_current_scales(z, w) + jnp.sum(read(to_eight_bits(w)))
-
-
 @jax.custom_vjp
 def read_backward_alone(z, q, w):
     """A product that is given eight bits, and for its gradients what they were made of, as Flax's is."""
@@ -158,13 +147,11 @@ def behind(reader):
 READERS = {
     None: {
         "integers": behind(in_integers),
-        "a function that calls another": behind(through_another),
         "an operand for backward alone": behind(
             lambda z, w: read_backward_alone(z, lax.stop_gradient(to_eight_bits(z)), w)
         ),
         "numbers that no function makes": behind(lambda z, w: read(to_eight_bits(z * 32)) @ w),
         "a cast": behind(lambda z, w: read(z.astype("float8_e5m2")) @ w),
-        "two products": behind(lambda z, w: (by_current_scales(z, w), in_integers(z, w))),
         "an activation, too": behind(lambda z, w: (by_current_scales(z, w), jnp.tanh(z))),
         # A step of 8192 x 4096 and Flax's product moves 1261 MB, and with the operator 1330.
         "a sum behind": lambda x, r, s, w: by_current_scales(r + rms(x, s), w),
@@ -172,12 +159,8 @@ READERS = {
     "rms_norm": {
         "a plain product, too": behind(lambda z, w: (by_current_scales(z, w), z @ V)),
         "a result, too": behind(lambda z, w: (by_current_scales(z, w), z)),
-        "a result in another dtype, too": behind(lambda z, w: (by_current_scales(z, w), z.astype("bfloat16"))),
-        "a function without eight bits": behind(of_its_own(jnp.dot)),
         "an activation of one's own": behind(lambda z, w: activation(z) @ w),
-        "an unknown reader": behind(of_its_own(lambda z, w: lax.map(lambda row: read(to_eight_bits(row)) @ w, z))),
     },
-    "rms_norm_add": {"a sum that a plain product reads": lambda x, r, s, w: (r + rms(x, s)) @ w},
     "layer_norm_add": {"a LayerNorm's sum": lambda x, r, s, w: by_current_scales(with_offset(x, s) + r, w)},
     "rms_norm_gated": {"a gate": lambda x, r, s, w: by_current_scales(rms(x, s) * jax.nn.silu(r), w)},
     "rms_norm_add_rms_norm": {"both sides": lambda x, r, s, w: by_current_scales(rms(r + rms(x, s), s), w)},

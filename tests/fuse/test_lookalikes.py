@@ -17,16 +17,6 @@ from proof import H, normal, prove
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
 
-def integer(number, x):
-    """A number that an integer has rounded, in x's dtype."""
-    return lax.convert_element_type(lax.convert_element_type(lax.full((), number), jnp.int32), x.dtype)
-
-
-def integer_quotient(x):
-    zero = lax.convert_element_type(lax.div(lax.full((), 3, jnp.int32), lax.full((), 50, jnp.int32)), x.dtype)
-    return x * lax.rsqrt(ms(x) + zero)
-
-
 EPSILONS = {
     "a lower bound that is far below": case("", lambda x: x * lax.rsqrt(jnp.maximum(ms(x), 1e-12))),
     "a tiny number behind the root": case("", lambda x: x / (jnp.sqrt(ms(x)) + 1e-20), x=X * 1e-20),
@@ -34,9 +24,6 @@ EPSILONS = {
     "a negative number": case("", lambda x: x * lax.rsqrt(ms(x) - EPS)),
     "a square": case("rms_norm", lambda x: x * lax.rsqrt(ms(x) + 1e-3**2)),
     "a number inside of the mean": case("", lambda x: x * lax.rsqrt(mean(x * x + EPS))),
-    "a number rounded away": case("", lambda x: x * lax.rsqrt(ms(x) + integer(0.06, x) + 1e-3 * ms(x)), x=X * 1e-3),
-    "zero as an integer": case("rms_norm", lambda x: x * lax.rsqrt(ms(x) + integer(0.06, x)), x=X * 0.2),
-    "zero as an integers' quotient": case("rms_norm", integer_quotient, x=X * 0.2),
     "a large number": case("rms_norm", lambda x, s: x * lax.rsqrt(ms(x) + 30.0) * s),
 }
 
@@ -44,10 +31,6 @@ EPSILONS = {
 def unit(x):
     """Rows of length 1: each is a norm's, times a number."""
     return over(x, squares(x))
-
-
-def over_the_first_axis(x, s, b):
-    return over(x - jnp.mean(x, 0), jnp.var(x, 0)) * s + b
 
 
 def batch_norm(x):
@@ -72,17 +55,12 @@ STATISTICS = {
     "a row of length 1 times a root": case("rms_norm", lambda x: unit(x) * np.sqrt(H)),
     "cosine similarity": case("", lambda x, r: jnp.sum(unit(x) * unit(r), -1)),
     "batch norm": case("", batch_norm),
-    "batch norm over the first axis": case("", over_the_first_axis, x=normal(H, 6), s=normal(6), b=normal(6)),
     "group norm": case("", group_norm, x=normal(2, 6, 6, 64), s=normal(64), b=normal(64)),
     "a power of each feature": case("", lambda x: over(x, mean(x ** np.linspace(2.0, 2.0001, H))), x=jnp.abs(X)),
-    "an outer product": case("", lambda x, s: jnp.einsum("btk,j->btkj", x * jnp.exp(ms(x)), s[:8])),
     "running statistics": case("", lambda x, b, s: over(x - b, s) + mean(x), s=jnp.abs(S)),
     "a mean of another array": case("", lambda x, r: over(x - mean(r), var(x))),
     "features that a constant chooses": case("", lambda x: over(x, squares(x * (np.arange(H) < H // 2)) / (H // 2))),
     "means over two axes": case("", lambda x: over(x - mean(x), jnp.mean((x - mean(x)) ** 2, 1, keepdims=True))),
-    "a variance over more axes": case(
-        "rms_norm", lambda x: over(x - mean(x), jnp.mean((x - mean(x)) ** 2, (1, 2), keepdims=True))
-    ),
     "squares of what is not scaled": case("", lambda x: over(x - mean(x), ms(x))),
     "a median": case("", lambda x: over(x - jnp.median(x, -1, keepdims=True), var(x))),
     "all but the element itself": case("", lambda x: over(x, (squares(x) - x * x) / (H - 1))),
@@ -104,24 +82,9 @@ def rows_of_size(size):
     return X * np.sqrt(size / np.mean(X * X, -1, keepdims=True))
 
 
-def window(m):
-    return sigmoid(m - 650) * sigmoid(700 - m)
-
-
-def bell(m):
-    return jnp.exp(-((m / 7 - 97) ** 2))
-
-
-def scaled(a, factor, times):
-    """An array times a factor that a program makes of several constants."""
-    for _ in range(times):
-        a = a * factor
-    return a
-
-
 def far_out(x):
     """A number that is 0 in float64 on all but huge rows."""
-    return jnp.exp(-1 / squares(scaled(x, 1e-3, 3)))
+    return jnp.exp(-1 / squares(x * 1e-3 * 1e-3 * 1e-3))
 
 
 # What agrees with a norm on most rows, as float64 hides all else there: it counts on the rows here.
@@ -134,18 +97,12 @@ ROWS = {
     "a gate that is open on small rows": case("rms_norm", lambda x: rms(x) * sigmoid(60 - ms(x)), x=X * 10),
     "a residual that counts on large rows": case("rms_norm_add", lambda x: rms(x) + 1e-10 * x, x=X * 1e6),
     "a fourth power": case("rms_norm_add", lambda x: over(x, ms(x) + 1e-12 * ms(x) * ms(x)) + rms(x), x=X * 1e4),
-    "a maximum of the norm": case("rms_norm", lambda x: jnp.maximum(rms(x), -100)),
-    "a window of two sigmoids": case("rms_norm", lambda x: rms(x) * (1 - window(ms(x))) @ W, x=rows_of_size(676.0)),
-    "a bell around some rows": case("rms_norm", lambda x: rms(x) * (1 + bell(ms(x))) @ W, x=rows_of_size(679.0)),
-    "a sum with a bell": case("rms_norm_add", lambda x: (rms(x) + x * bell(ms(x))) @ W, x=rows_of_size(679.0)),
-    "a factor that grows": case("rms_norm", lambda x: rms(x) * (1 + scaled(ms(x), 1e-6, 4)) @ W, x=rows_of_size(1e24)),
-    "a power that counts on huge rows": case("rms_norm", lambda x: rms(x) * jnp.power(2.0, -far_out(x)) @ W, x=X * 1e9),
+    "a bell around some rows": case(
+        "rms_norm", lambda x: rms(x) * (1 + jnp.exp(-((ms(x) / 7 - 97) ** 2))) @ W, x=rows_of_size(679.0)
+    ),
     "a power on rows too large": case("rms_norm", lambda x: rms(x) * 2.0 ** -far_out(x * 1e-41) @ W, x=X * 1e50),
     "a sigmoid on rows too large": case("rms_norm", lambda x: 2 * rms(x) * sigmoid(far_out(x * 1e-41)) @ W, x=X * 1e50),
     "a silu gate that falls again": case("rms_norm", lambda x, z: rms(x) * (silu(z) * sigmoid(60 - z)) @ W, z=Z + 60),
-    "a silu gate that is divided": case(
-        "rms_norm", lambda x, z: rms(x) * (silu(z) / (1 + jnp.exp(z - 60))) @ W, z=Z + 60
-    ),
 }
 
 
@@ -172,22 +129,16 @@ def rounded(a, dtype):
 INTEGERS = np.arange(2 * H).reshape(2, H) % 11
 GRADIENTS_AND_ROUNDINGS = {
     "a mean behind stop_gradient": case("", lambda x: over(x - lax.stop_gradient(mean(x)), var(x))),
-    "a norm of a difference with such a mean": case("rms_norm", lambda x: rms(x - lax.stop_gradient(mean(x)))),
     "a gradient of its own": case("", own_gradient),
     "a statistic with a gradient of its own": case("", lambda x: over(x, own_statistic(x))),
     "a straight-through estimator": case("", lambda x: over(x, ms(x + lax.stop_gradient(jnp.round(x) - x)))),
     "float8": case("", lambda x: over(x, ms(rounded(x, "float8_e4m3fn")))),
-    "float8 of one row": case("", lambda x: over(x, rounded(ms(x)[0], "float8_e4m3fn")), x=S * 3),
     "an integer of one row": case("", lambda x: over(x, rounded(ms(x)[0], "int32")), x=S * 3),
-    "an integer of one row in two axes": case("", lambda x: over(x, rounded(ms(x), "int32")), x=normal(1, H) * 3),
     "reduced precision": case("", lambda x: over(x, lax.reduce_precision(ms(x), 8, 3))),
     "integers": case("", rms, x=INTEGERS),
-    "integers and an integer mean": case("", lambda x: x // (squares(x) // H + 1), x=INTEGERS),
     "complex numbers": case(
         "", lambda x, r: over(lax.complex(x, r), mean(jnp.real(lax.complex(x, r) * lax.complex(x, -r))))
     ),
-    "squares of complex numbers": case("", lambda x, r: rms(lax.complex(x, r))),
-    "a complex factor": case("rms_norm", lambda x: jnp.real(rms(x) * (1 + 2j)) + jnp.real((x + 1j) * (1 + 2j))),
 }
 
 
@@ -204,29 +155,19 @@ BEHIND = {
     "its own silu": case("rms_norm", lambda x: silu(rms(x))),
     "a gate of another slope": case("rms_norm", lambda x, z: rms(x) * z * sigmoid(1.702 * z)),
     "a gelu gate": case("rms_norm", lambda x, z: rms(x) * jax.nn.gelu(z)),
-    "a gate of two arrays": case("rms_norm", lambda x, z: rms(x) * z * sigmoid(z + x)),
-    "a gate's absolute value": case("rms_norm", lambda x, z: rms(x) * jnp.abs(silu(z))),
     "a scale that is one number": case("rms_norm", rms, s=np.float64(1.3)),
     "a scale of each example": case("rms_norm", rms, s=normal(2, 1, 1)),
     "a scale of x's size": case("rms_norm", rms, s=R),
-    "a scale's absolute value": case("layer_norm", lambda x, s: layer(x) * jnp.abs(s)),
     "an offset of an RMSNorm": case("rms_norm", lambda x, b: rms(x) + b),
     "a factor of the row": case("rms_norm", lambda x, s: rms(x, s) * ms(x) * 0.1),
-    "a mean that is subtracted twice": case("layer_norm", lambda x: layer(x - mean(x))),
     "a norm of a norm": case("rms_norm rms_norm", lambda x: rms(rms(x))),
-    "an even function of x": case("rms_norm", lambda x: rms(jnp.abs(x))),
 }
 
 
-def of_sums(x, y, norm=lambda x: x):
+def of_sums(x, y):
     """Two norms of sums, each with a scale that is made of the other sum."""
-    a, b = R + norm(x), R + 1 + norm(y)
+    a, b = R + x, R + 1 + y
     return rms(a) * jnp.sum(b, (0, 1)), rms(b) * jnp.sum(a, (0, 1))
-
-
-def of_three_sums(x, y, z):
-    sums = x + R, y + R, z + R
-    return [rms(p) * jnp.sum(q, (0, 1)) for p, q in zip(sums, sums[1:] + sums[:1], strict=True)]
 
 
 def kernels_of_linears(x, z, w):
@@ -235,28 +176,14 @@ def kernels_of_linears(x, z, w):
     return p, q, a @ (w * jnp.sum(q)), b @ (w * jnp.sum(p))
 
 
-def a_kernel_of_another(x, z, w):
-    a, b = rms(x), rms(z)
-    p, q = a @ w, b @ w
-    return p, q, a @ (w * jnp.sum(q)), b @ w + jnp.sum(p)
-
-
 CIRCLES = {
     "a scale made of its rows": case("add_rms_norm", lambda x, r: (rms(r + x) * jnp.sum(r + x, (0, 1)), r + x)),
     "a scale made of the sum": case("rms_norm", lambda x, r: (rms(r + x) * jnp.max(r + x, (0, 1)), r + x)),
     "two sums": case("add_rms_norm rms_norm", of_sums, y=X + 1),
-    "two sums of norms": case(
-        "rms_norm_add_rms_norm rms_norm_add rms_norm", lambda x, y, s: of_sums(x, y, lambda a: rms(a, s)), y=X + 1
-    ),
-    "three sums": case("add_rms_norm add_rms_norm rms_norm", of_three_sums, y=X + 1, z=X + 2),
     "a kernel made of a Linear": case(
         "rms_norm", lambda x, w: (rms(x) @ w, rms(x) @ (2 * w * jnp.sum(rms(x) @ w))), linears=True
     ),
     "kernels made of each other's Linears": case("rms_norm rms_norm_linear", kernels_of_linears, linears=True),
-    "a kernel made of another's Linear": case("rms_norm_linear rms_norm_linear", a_kernel_of_another, linears=True),
-    "a bias made of the sum": case(
-        "add_rms_norm", lambda x, r, w, c: (rms(r + x) @ w + c * jnp.sum(r + x), r + x), linears=True
-    ),
 }
 TABLES = EPSILONS, STATISTICS, ROWS, GRADIENTS_AND_ROUNDINGS, BEHIND, CIRCLES
 CASES = {name: one for table in TABLES for name, one in table.items()}

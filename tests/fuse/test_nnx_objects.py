@@ -71,23 +71,13 @@ class Multiplied(nnx.Module):
 
 
 @pytest.mark.filterwarnings("ignore:jln.fuse found no norm")
-@pytest.mark.parametrize(("before", "after"), [(0.0, -0.0), (1, 1.0), (1, True)])
-def test_an_eager_call_reads_an_attribute_that_equals_the_one_before(before, after):
-    fused = jln.nnx.fuse(lambda module: jnp.asarray(module.factor))
-    module = Multiplied(before)
-    fused(module)
-    module.factor = after
-    assert repr(fused(module)) == repr(fused.__wrapped__(module))
-    assert module.factor is after
-
-
-@pytest.mark.filterwarnings("ignore:jln.fuse found no norm")
-def test_an_eager_call_reads_an_attribute_that_was_changed_in_place():
+def test_an_eager_call_reads_an_attribute_that_was_changed():
+    """In place, and to a number that equals the one before."""
     fused = jln.nnx.fuse(lambda module: module.w[...] * module.factor.of)
-    module = Multiplied(types.SimpleNamespace(of=1.0))
-    assert fused(module)[0] == 1
-    module.factor.of = 5.0
-    assert fused(module)[0] == 5
+    module = Multiplied(types.SimpleNamespace(of=0.0))
+    for number in (0.0, -0.0, 5.0):
+        module.factor.of = number
+        assert repr(fused(module)) == repr(fused.__wrapped__(module))
 
 
 def test_an_eager_call_keeps_nothing():
@@ -104,19 +94,6 @@ def test_an_eager_call_keeps_nothing():
     for _ in range(4):
         after = objects()
     assert after - before < 100
-
-
-def test_random_numbers_as_an_argument():
-    """`nnx.Rngs` is no Module, and its counts change."""
-
-    def noisy(norm, x, rngs):
-        return norm(x) * jax.random.bernoulli(rngs.dropout(), 0.5, x.shape)
-
-    norm, a, b = Model().norm, nnx.Rngs(dropout=1), nnx.Rngs(dropout=1)
-    fused = jln.nnx.fuse(noisy)
-    for _ in range(3):
-        np.testing.assert_allclose(fused(norm, X, b), noisy(norm, X, a), rtol=1e-5, atol=1e-5)
-    assert int(b.dropout.count[...]) == 3
 
 
 def test_a_module_among_the_results_is_a_copy():

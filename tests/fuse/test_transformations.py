@@ -41,11 +41,6 @@ def with_block(change, **options):
     return functools.partial(model, block=change(block, **options))
 
 
-def over_parameters(function):
-    ensemble = lambda p: jax.tree.map(lambda a: jnp.stack([a, 0.9 * a]), p)  # noqa: E731
-    return lambda p, x: jnp.sum(jax.vmap(function, (0, None))(ensemble(p), x))
-
-
 def checkpointed(name):
     named = lambda p, x: checkpoint_name(block(p, x), "kept")  # noqa: E731
     return functools.partial(model, block=jax.checkpoint(named, policy=POLICIES[name]))
@@ -63,24 +58,13 @@ def with_own_derivative(block):
     return own
 
 
-def decorated_method(fuse):
-    class Model:
-        scale = 2.0
-
-        @fuse
-        def loss(self, p, x):
-            return self.scale * model(p, x)
-
-    return Model().loss
-
-
 def three_branches(block):
     return lambda p, x: lax.switch(jnp.argmax(x[0, 0]) % 3, [block, lambda p, x: x, block], p, x)
 
 
-def sharded(inner, outer, **options):
+def sharded(inner, outer):
     local = inner(lambda p, x: lax.pmean(model(p, x), "data"))
-    return outer(jax.shard_map(local, mesh=mesh(4), in_specs=(P(), P("data")), out_specs=P(), **options))
+    return outer(jax.shard_map(local, mesh=mesh(4), in_specs=(P(), P("data")), out_specs=P()))
 
 
 def constrained(block):
@@ -94,15 +78,12 @@ def as_it_is(function):
 
 # By name a function from `fuse` to a loss, and what is found in it.
 WAYS = {
-    "jit inside": (lambda fuse: fuse(jax.jit(model)), ALL),
     "jitted blocks": (lambda fuse: fuse(with_block(jax.jit)), ALL),
     "tracers that it closes over": (
         lambda fuse: lambda p, x: jax.jit(lambda q: fuse(lambda x: model(q, x))(x))(p),
         ALL,
     ),
     "vmap outside": (lambda fuse: lambda p, x: jnp.sum(jax.vmap(fuse(model), (None, 0))(p, x)), ALL),
-    "vmap inside": (lambda fuse: fuse(lambda p, x: jnp.sum(jax.vmap(model, (None, 0))(p, x))), ALL),
-    "vmap over parameters": (lambda fuse: over_parameters(fuse(model)), ALL),
     "scan": (lambda fuse: fuse(scanned), IN_A_SCAN),
     # In a checkpoint a norm hands on the x that a sum reads, too.
     "scan with a checkpoint": (
@@ -120,18 +101,14 @@ WAYS = {
         )
         for name in ("names", "no_batch", "nothing", "everything", "statistics")
     },
-    "a checkpoint around": (lambda fuse: jax.checkpoint(fuse(model)), ALL),
     "three branches": (
         lambda fuse: fuse(with_block(three_branches)),
         {"layer_norm": 2 * BLOCKS + 1, "add_layer_norm": 2 * BLOCKS},
     ),
     "a gradient of its own": (lambda fuse: fuse(with_block(with_own_gradient)), {"layer_norm": 1}),
     "a derivative of its own": (lambda fuse: fuse(with_block(with_own_derivative)), {"layer_norm": 1}),
-    "a decorated method": (decorated_method, ALL),
-    "fused twice": (lambda fuse: fuse(fuse(model)), ALL),
     "shard_map outside": (lambda fuse: sharded(fuse, as_it_is), ALL),
     "shard_map inside": (lambda fuse: sharded(as_it_is, fuse), ALL),
-    "shard_map inside, unchecked": (lambda fuse: sharded(as_it_is, fuse, check_vma=False), ALL),
     "a mesh of automatic axes": (lambda fuse: jax.jit(fuse(with_block(constrained))), ALL),
 }
 
@@ -209,60 +186,26 @@ def test_derivatives_of_derivatives_and_forward_mode():
     assert apart(got, wanted) <= 1e-10
 
 
-# Effects: they keep their order and their number.
-
-
-def ordered(told, what, a):
-    """Return an array and the number of effects until here, this one too, which is told."""
-
-    def tell(a):
-        told.append(what)
-        return np.asarray(a) + len(told)
-
-    return io_callback(tell, jax.ShapeDtypeStruct(a.shape, a.dtype), a, ordered=True)
-
-
-def of_blocks(told, p, x):
-    for i, of in enumerate(p["blocks"]):
-        x = x * ordered(told, f"block {i}", jnp.ones(()))
-        jax.debug.callback(lambda a: told.append(round(float(a), 6)), jnp.sum(x), ordered=True)
-        x = block(of | {"s": ordered(told, "scale", of["s"])}, x)
-        jax.debug.callback(lambda a: told.append(round(float(a), 6)), jnp.max(x), ordered=True)
-    return head(p, x)
-
-
-def of_a_sum(told, x, r, s):
+@pytest.mark.parametrize("transform", [jax.jit, as_it_is], ids=["jit", "eager"])
+def test_effects_keep_their_order_and_number(transform):
     """An operator reads its scale where the sum is made, which is in front of the scale's own effect."""
-    total = r + x
-    first = ordered(told, "first", jnp.sum(total))
-    return layer(total, ordered(told, "scale", s)) * first + total
 
+    def loss(told, x, r, s):
+        def ordered(what, a):
+            tell = lambda a: np.asarray(a) + (told.append(what) or len(told))  # noqa: E731
+            return io_callback(tell, jax.ShapeDtypeStruct(a.shape, a.dtype), a, ordered=True)
 
-@pytest.mark.parametrize(
-    ("loss", "args", "transform"),
-    [(of_blocks, ARGUMENTS, jax.jit), (of_a_sum, (X, R, S), jax.jit), (of_a_sum, (X, R, S), as_it_is)],
-    ids=["blocks", "a sum", "a sum eagerly"],
-)
-def test_effects_keep_their_order_and_number(loss, args, transform):
+        total = r + x
+        first = ordered("first", jnp.sum(total))
+        jax.debug.callback(lambda a: told.append(round(float(a), 6)), first, ordered=True)
+        return layer(total, ordered("scale", s)) * first + total
+
     results = []
     for fuse in (as_it_is, jln.fuse):
         told = []
-        made = transform(fuse(functools.partial(loss, told)))(*args)
+        made = transform(fuse(functools.partial(loss, told)))(X, R, S)
         jax.effects_barrier()
         results.append((told, made))
     (wanted, a), (got, b) = results
-    assert got == wanted and len(got) == (2 if loss is of_a_sum else 4 * BLOCKS)
+    assert got == wanted and len(got) == 3
     assert apart(b, a) <= 1e-11
-
-
-def test_references_are_read_and_written_in_order():
-    def loss(x, r, s):
-        ref = jax.new_ref(s)
-        total = r + x
-        ref[...] = ref[...] * jnp.max(total)
-        y = layer(total, ref[...])
-        ref[...] = jnp.zeros_like(s)
-        lax.fori_loop(0, 3, lambda i, _: ref.__setitem__(..., ref[...] + layer(total, s)[0, 0]), None)
-        return jnp.sum(jnp.sin(y * ref[...] + total))
-
-    assert apart(jax.jit(jln.fuse(loss))(X, R, S), jax.jit(loss)(X, R, S)) <= 1e-12
