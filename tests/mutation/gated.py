@@ -45,7 +45,8 @@ GATED_NORMS = [
            (f"{t.JUNCTION_COSTS}test_one_kernel_each_way_and_a_reduction[the norm first, z alone]",)),
     Mutant("dz pulled back where the norm goes first", t.NORM_LAUNCH,
            "dtypes._replace(scale=None, offset=None, z=None, y=None)",
-           "dtypes._replace(scale=None, offset=None, y=None)", (f"{t.JUNCTION_COSTS}test_dz_alone_needs_no_row_sums",)),
+           "dtypes._replace(scale=None, offset=None, y=None)",
+           (f"{t.JUNCTION_COSTS}test_one_kernel_each_way_and_a_reduction[the norm first, z alone of wide rows]",)),
     # In jnp
     Mutant("silu' without its second term, XLA", t.XLA_NORM, "share + u * (1 - share)", "share", FIRST["xla"]),
     Mutant("the gate left out of the norm's result, XLA", t.XLA_NORM, "y = wide(Product(y, operands.z))  # (42)",

@@ -1,10 +1,7 @@
-"""Tests of what operators survive: stores out of bounds, numbers near the end of their range, threads, many calls."""
+"""Tests of what operators survive: stores out of bounds, numbers near the end of their range, many calls."""
 
-import concurrent.futures
 import dataclasses
 import functools
-import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -124,15 +121,6 @@ def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
     np.testing.assert_allclose(y.astype("float64"), true, rtol=0, atol=rounding)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "rms_norm_linear"])
-def test_rows_whose_squares_overflow_leave_finite_numbers(name, implementation):
-    """Rows of spread 1e30, with one of which each element is 1e30, are not normalised right, and bring no NaN."""
-    arrays = workbench.named(name, (3, 100), "float32", features=(4,) if name.endswith("linear") else ())
-    arrays["x"] = (1e30 * arrays["x"]).at[1].set(1e30)
-    found = jax.tree.leaves(gradients(name, implementation)(arrays))
-    assert all(np.isfinite(a).all() for a in found)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [name for name in ALL if ALL[name].subtract_mean])
 def test_rows_of_one_element(name, dtype, implementation):
@@ -151,31 +139,7 @@ def test_rows_of_one_element(name, dtype, implementation):
     np.testing.assert_array_equal(dx, cotangents[-1] if is_summand else jnp.zeros_like(dx))
 
 
-# Threads and many calls
-
-
-def test_eight_threads_trace_and_run_at_once(implementation):
-    """Eight threads that trace, compile and run operators at once get, bit for bit, the results of a thread alone.
-
-    Each thread has an operator of sizes of its own, which it compiles, and a layer_norm that all share.
-    """
-    threads = 8
-    barrier = threading.Barrier(threads)
-
-    def work(i, alone=False):
-        if not alone:
-            barrier.wait(timeout=60)
-        name = [*ALL][i % len(ALL)]
-        own = workbench.named(name, (3, 9 + i), "float32", features=(4,) * ALL[name].entry.is_linear)
-        shared = workbench.named("layer_norm", (3, 8), "float32")
-        runs = [(gradients(n, implementation), a) for n, a in ((name, own), ("layer_norm", shared))]
-        return [jax.tree.map(np.asarray, run(arrays)) for run, arrays in runs for _ in range(3)]
-
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        together = [f.result(timeout=240) for f in [pool.submit(work, i) for i in range(threads)]]
-    for i, found in enumerate(together):
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(work(i, alone=True)), strict=True):
-            np.testing.assert_array_equal(a, b)
+# Many calls
 
 
 compilations = []
@@ -184,21 +148,9 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-def cache_sizes():
-    """Return the sizes of all caches of programs or shapes in jln's modules, by module and name."""
-    sizes = {}
-    for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "jln"]:
-        for name, a in vars(module).items():
-            if hasattr(a, "cache_info"):
-                sizes[module.__name__, name] = a.cache_info().currsize
-            elif hasattr(a, "_cache_size"):  # of a jitted function
-                sizes[module.__name__, name] = a._cache_size()
-    return sizes
-
-
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm_add_rms_norm", "rms_norm_gated", "add_layer_norm_linear"])
 def test_repeated_calls_compile_nothing(name, implementation):
-    """Repeated calls compile nothing and grow no cache, whether eager, jitted or differentiated."""
+    """Repeated calls compile nothing, whether eager, jitted or differentiated."""
     arrays = workbench.named(name, (3, 10), "float32", features=(4,) if name.endswith("linear") else ())
     run = gradients(name, implementation)
 
@@ -211,8 +163,7 @@ def test_repeated_calls_compile_nothing(name, implementation):
     once()
     assert len(compilations) > start  # or this test would see nothing
     once()
-    sizes, before = cache_sizes(), len(compilations)
-    assert sum(sizes.values()) > 0
-    for _ in range(20):
+    before = len(compilations)
+    for _ in range(3):
         once()
-    assert (cache_sizes(), len(compilations)) == (sizes, before)
+    assert len(compilations) == before

@@ -190,10 +190,3 @@ def test_mixed_dtypes(name, features, dtypes, implementation):
     of_y = jnp.promote_types(x, parameter) if features else x
     of_y = jnp.promote_types(x, residual) if operator.entry.adds_behind else of_y
     assert [a.dtype for a in y] == [of_y, jnp.promote_types(x, residual)][: 1 + operator.adds]
-
-
-def test_parameters_of_several_dtypes(implementation):
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.arguments(operator, (33, 100), "bfloat16", features=(64,))
-    dtypes = ("bfloat16", "float32", "float16", "bfloat16", "float32")
-    check(operator, [a.astype(d) for a, d in zip(operands, dtypes, strict=True)], implementation)

@@ -6,51 +6,9 @@ import pytest
 
 import workbench
 from jln._junction import launches, operations
-from jln._junction.arrays import (
-    OPERANDS,
-    RESULTS,
-    TABLE,
-    Arrays,
-    Norm,
-    Shape,
-    Switches,
-    reads_of_gradients,
-    reads_of_results,
-)
+from jln._junction.arrays import OPERANDS, RESULTS, TABLE, Arrays, Norm, Shape, Switches, reads_of_results
 from jln._triton.chip import CHIPS
 from jln._triton.target import Recorder
-
-
-def test_every_array_has_a_line_that_names_others():
-    assert {*TABLE} == {*Arrays._fields} and {*OPERANDS}.isdisjoint(RESULTS)
-    assert all(name in TABLE for array in TABLE.values() for name in (*array.made_of, *array.more))
-
-
-# What a norm by itself has, and one on both sides of a sum.
-ALONE = ("x", "residual", "scale", "offset", "x_bias", "gate", "z", "x_z")
-BOTH = ("x", "residual", "scale", "x_scale", "gate")
-
-
-@pytest.mark.parametrize(("operand", "both_sides"), [(n, False) for n in ALONE] + [(n, True) for n in BOTH])
-def test_a_gradient_reads_what_its_line_says(operand, both_sides):
-    """A gradient is not a number where an array of its line is not, and does not see the others."""
-    of_row, of_column, of_number = (workbench.normal(i, s, "float32") for i, s in enumerate([(4, 8), (1, 8), (4, 1)]))
-    norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides)
-    names = ["dy", "dy2", "dy3", "dtotal", "total", "rstd", "scale", "x", "gate"]
-    names += ["x_scale", "x_rstd"] if both_sides else ["mean", "x_bias"]
-    if operand in ("z", "x_z"):  # of no sum
-        names = [*(name for name in names if name != "dtotal"), operand]
-    if operand in ("z", "x_z", "residual") and not both_sides:  # without gates
-        names = [name for name in names if name not in ("x_bias", "gate")]
-    of = {"ROW": of_row, "COLUMN": of_column, "NUMBER": of_number}
-    saved = Arrays(**{name: of[TABLE[name].shape.name] for name in names})
-    wanted = Arrays(**{operand: "float32"})
-    reads = reads_of_gradients(norm, wanted)
-    for name in names:
-        spoilt = saved._replace(**{name: getattr(saved, name) * jnp.nan})
-        gradient = getattr(operations.backward._formula(spoilt, norm, wanted, 0), operand)
-        assert bool(jnp.isnan(gradient).any()) == (name in reads), name
-
 
 IN_EIGHT_BITS = {"one scale": "y_max", "blocks": "block_scale"}
 # The sides, what y is in, and what is wanted: each result by itself and all; in eight bits a part alone, too, as the

@@ -165,16 +165,3 @@ def test_columns_that_are_not_there_cannot_overflow(implementation):
     dy = jnp.arange(14, dtype="float32").reshape(2, 7)
     dx = jax.grad(lambda x: jnp.sum(jln.layer_norm(x, implementation=implementation) * dy))(x)
     assert np.isfinite(dx).all()
-
-
-def test_what_was_not_used_cannot_spoil_what_was(implementation):
-    """An infinity in a row spoils no gradient where only the sum is used, and the norm's backward does not run."""
-    x = jnp.ones((2, 4)).at[0, 0].set(jnp.inf)
-
-    def loss(x, scale):
-        return jnp.sum(2 * jln.add_layer_norm(x, x, scale, implementation=implementation)[1])
-
-    dx, dscale = jax.grad(loss, argnums=(0, 1))(x, jnp.ones(4))
-    np.testing.assert_array_equal(dx, np.full((2, 4), 4.0))
-    np.testing.assert_array_equal(dscale, np.zeros(4))
-    assert "jln_norm_backward" not in str(jax.make_jaxpr(jax.grad(loss))(x, jnp.ones(4)))

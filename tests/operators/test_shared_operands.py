@@ -4,19 +4,17 @@ jaxlib 0.10.2 and 0.11.0 compile such programs wrongly, which `jln._core.one_by_
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
-from jax import export
 
 import jln
 import workbench
 from catalogue import FORMS, sizes
-from jln._core.one_by_one import WRONG, one_by_one
+from jln._core.one_by_one import WRONG
 
 # From 32 rows of 64 elements on XLA hands these sums to the library that is wrong.
 EXAMPLES, ROWS, H, FEATURES = 3, 32, 64, 16
@@ -105,83 +103,6 @@ def test_a_kernel_under_a_mean(summed, implementation):
     assert relative_error(got, np.asarray(true)) < 2e-5
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
-@pytest.mark.parametrize("wanted", ["x", "scale", "offset"])
-def test_parameters_of_examples_under_a_broadcast(axes, wanted):
-    """Gradients are right where examples share x, and the cotangent of y is the same number along rows and H.
-
-    XLA's CPU backend makes NaN of plain jnp's sums over examples of products of two broadcasts, so the truth is eager.
-    """
-    x, weights = workbench.normal(0, (ROWS, 2, H), "float32"), workbench.normal(1, (EXAMPLES, 1, 2, 1), "float32")
-    shapes = {"scale": axes[0], "offset": axes[1]}
-    given = {"x": x} | {
-        name: workbench.normal(2, (H,) if axis is None else (EXAMPLES, H), "float32") for name, axis in shapes.items()
-    }
-
-    def gradient(module, given):
-        def loss(of_wanted):
-            every = given | {wanted: of_wanted}
-            y = jax.vmap(functools.partial(module.layer_norm, every["x"]), axes)(every["scale"], every["offset"])
-            return jnp.sum(y * jnp.broadcast_to(weights, y.shape))
-
-        return jax.grad(loss)(given[wanted])
-
-    with jax.disable_jit():
-        true = gradient(jln.reference, given)
-    got = jax.jit(functools.partial(gradient, jln))(given)
-    assert relative_error(got, np.asarray(true, "float64")) < 2e-5
-
-
-@pytest.mark.parametrize("sizes", [(EXAMPLES,), (1, EXAMPLES)])
-def test_a_shared_scale_under_a_broadcast(sizes):
-    """The gradient of a scale is right where only offsets have examples, and each row has one cotangent of y."""
-    x, weights = workbench.normal(0, (2048, 2, H), "float32"), workbench.normal(1, (2048, 2, 1), "float32")
-    scale, offsets = workbench.normal(2, (H,), "float32"), workbench.normal(3, (*sizes, H), "float32")
-
-    def gradient(module):
-        def loss(scale, x, offsets):
-            call = functools.partial(module.layer_norm, x, scale)
-            for _ in sizes:
-                call = jax.vmap(call)
-            y = call(offsets)
-            return jnp.sum(y * jnp.broadcast_to(weights, y.shape))
-
-        return jax.grad(loss)
-
-    with jax.disable_jit():
-        true = gradient(jln.reference)(scale, x, offsets)
-    compiled = jax.jit(gradient(jln))
-    for i in range(16):  # what is wrong without the loop is memory that nobody wrote, which may happen to be right
-        jnp.full((EXAMPLES * x.size,), float(i)).block_until_ready()  # and so this one is left for it
-        assert relative_error(compiled(scale, x, offsets), np.asarray(true, "float64")) < 2e-5
-
-
-@pytest.mark.parametrize("shared", ["x", "scale"])
-def test_no_examples(shared):
-    """`vmap` over an axis of size 0 gives results without elements, as it does in plain jnp."""
-    x, scale = jnp.ones((0, ROWS, H)), jnp.ones((0, H))
-    x, scale = (x[:, :1].sum(0) if shared == "x" else x), (scale.sum(0) if shared == "scale" else scale)
-    axes = tuple(None if n == shared else 0 for n in ("x", "scale"))
-
-    def gradients(x, scale):
-        return jax.vmap(jax.grad(lambda x, s: jnp.sum(jln.rms_norm(x, s)), (0, 1)), axes)(x, scale)
-
-    y = jax.jit(jax.vmap(jln.rms_norm, axes))(x, scale)
-    assert y.shape == (0, *x.shape[-2:])
-    assert [d.shape for d in jax.jit(gradients)(x, scale)] == [y.shape, (0, H)]
-
-
-def test_export_of_a_symbolic_number_of_examples():
-    """`one_by_one` finds the examples' number whichever size comes first in a set."""
-    compute = one_by_one(lambda operands, settings, dtypes, batch_dims: operands[0] * operands[1])
-    (b,) = export.symbolic_shape("b")
-    shapes = [(1, H), (b, H), (b, 1), (1, 1)]
-    for pair in itertools.permutations(shapes, 2):
-        a, c = (jax.ShapeDtypeStruct(shape, "float32") for shape in pair)
-        made = export.export(jax.jit(lambda a, c: compute((a, c), None, None, 1)))(a, c)
-        assert len(made.out_avals) == 1
-
-
 ONE_ALONE = {
     "layer_norm_add": lambda x, a: jln.layer_norm_add(x, a, dtype="float16", forward_mode=True),
     "layer_norm": lambda x, a: jln.layer_norm(x, None, a[0], dtype="float16", forward_mode=True),
@@ -189,16 +110,3 @@ ONE_ALONE = {
         x.astype("float16"), None, None, jnp.ones((H, H), "float16"), a[0], forward_mode=True
     ),
 }
-
-
-@pytest.mark.parametrize("name", ONE_ALONE)
-def test_the_gradient_alone_of_what_examples_share_is_added_up_wide(name):
-    """A float32 operand has the float32 sum of float16 cotangents, in a function made for forward mode too."""
-    x, a = workbench.normal(0, (EXAMPLES, ROWS, H), "float32"), workbench.normal(1, (ROWS, H), "float32")
-    cotangent = workbench.normal(2, (EXAMPLES, ROWS, H), "float16")
-    _, transposed = jax.vjp(lambda a: jax.vmap(lambda x: ONE_ALONE[name](x, a))(x), a)
-    (got,) = jax.jit(transposed)(cotangent)
-    true = np.asarray(cotangent, "float64").sum(0)
-    if name != "layer_norm_add":
-        true, got = true.sum(0), got[0]
-    assert relative_error(got, true) < 1e-6

@@ -12,8 +12,6 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from jln._junction.kernels import addresses as access  # noqa: E402
-from jln._junction.linears import tiles as linear_tiles  # noqa: E402
-from jln._triton.chip import CHIPS  # noqa: E402
 from jln._triton.launch import launch  # noqa: E402
 from jln._triton.target import Interpreter, interpreting  # noqa: E402
 from jln._triton.tile import Tile  # noqa: E402
@@ -88,10 +86,3 @@ def test_the_last_tile_of_many_rows(rows, h, heads):
 def test_what_is_too_large_for_the_kernels_is_an_error_that_names_x(shape, message):
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda x: jln.layer_norm(x, implementation="triton")).lower(jax.ShapeDtypeStruct(shape, "bfloat16"))
-
-
-def test_a_kernel_whose_offsets_have_more_than_32_bits_is_composed():
-    chip = CHIPS["h200"]
-    for h, is_fused in ((2**23 - 8, True), (2**23, False)):
-        for choose in (linear_tiles.forward_tile, linear_tiles.backward_plan):
-            assert (choose(10**6, h, 256, "bfloat16", chip) is not None) == is_fused
