@@ -12,12 +12,12 @@ cotangents, q twice.
 What was decided by it:
 
 - `implementation=None` takes our kernels for short rows, as for others: a training step with plain jnp moves 1.2 to 1.6
-  times the bytes and issues 1.1 to 2.2 times the instructions (at D = 128 in bfloat16 rms_norm takes 127 us of memory
-  and 45 of the schedulers, plain jnp 157 and 98): what adds up a row for the backward reads it apart from the rotation.
+  times the bytes and issues 1.2 to 2.5 times the instructions (at D = 128 in bfloat16 rms_norm takes 127 us of memory
+  and 46 of the schedulers, plain jnp 171 and 104): what adds up a row for the backward reads it without the rotation.
 - Forward alone is the other way round: XLA makes one kernel of the norm and the rotation, 135 MB where our norm and
   XLA's rotation move 269, though it issues for as long as memory takes. No lowering rule sees what stands behind a
   norm; who only infers says `implementation="xla"`. (In training XLA's forward before our backward, which would add up
-  rstd again, would move 542 MB and not 609, and issue 62 us and not 45: too near to choose without a clock.)
+  rstd again, would move 542 MB and not 609, and issue some 63 us and not 46: too near to choose without a clock.)
 - The rotation stays outside of our kernels. One that did both would leave out 269 MB of a step's 609, 56 us, where the
   products of such a layer take 10 ms at an H200's peak; and it would have to know each model's halves or pairs, the
   part of a head that is rotated, positions, and the layout for what reads it.
