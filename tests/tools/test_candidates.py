@@ -14,8 +14,8 @@ from jln._triton.target import Target
 from jln._triton.tile import Tile
 
 
-def found(candidate, microseconds, tile=None, error=0.0, workload="layer-norm-4096", direction="forward"):
-    made = {"workload": workload, "direction": direction, "candidate": candidate, "microseconds": microseconds}
+def found(candidate, microseconds, tile=None, error=0.0, workload="layer-norm-4096"):
+    made = {"workload": workload, "direction": "forward", "candidate": candidate, "microseconds": microseconds}
     return made | {"bytes": 134_000_000, "error": error, "tiles": [[*vars(tile).values()]] if tile else []}
 
 
@@ -23,8 +23,6 @@ def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkey
     best = Tile(2, 4096, 8)
     made = [found("by rule", 40.0), found("best", 37.0, best), found("wrong", 1.0, Tile(1, 4096, 8), error=0.2)]
     made += [found(c, us, Tile(1, 1024, 4), workload="gpt2-small") for c, us in (("by rule", 40.0), ("hardly", 39.9))]
-    made += [found("by rule", 9.0, workload="llama-4096"), found("rms", 1.0, Tile(1, 4096, 8), workload="llama-4096")]
-    made += [found("by rule", 9.0, workload="decode-1-qkv"), found("other", 1.0, best, workload="decode-1-qkv")]
     made += [found("nan", 1.0, best, float("nan"), "layer-norm-8192")]
     file = candidates.measured(made, "NVIDIA H200", "3.9.0")
     assert file["chip"] == "h200" and file["candidates"] == made and file["versions"]["triton"] == "3.9.0"
@@ -34,8 +32,6 @@ def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkey
     (tmp_path / "h200.json").write_text(json.dumps(file))
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "h200.json"))
     assert tiles.forward(4096, 2, False, Target(CHIPS["h200"]), (4, 4)) == best
-    made[:3] = made[:1]  # now the rule is the fastest for the first norm of this row, whatever a later one finds
-    assert candidates.measured(made, "NVIDIA H200", "3.9.0")["entries"] == []
 
 
 def test_the_rules_answer_with_a_candidate_as_long_as_it_is_asked_for():
@@ -50,5 +46,4 @@ def test_the_rules_answer_with_a_candidate_as_long_as_it_is_asked_for():
         assert ask() == (tile, *before[1:]) != before
     with candidates.answers("backward", (tile, sums)):
         assert ask() == (before[0], tile, sums) != before
-    with candidates.answers("backward", ()):
-        assert ask() == before
+    assert ask() == before
