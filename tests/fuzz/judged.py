@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -101,22 +100,11 @@ def _summed(case: Case, name: str, array, full: Tracked):
     return (a.squeeze(tuple(range(case.outer, case.outer + shared))) for a in (value, error))
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The judgement of a case.
-
-    share: the largest error as a part of what is allowed, of all results. wrong: what is wrong, in words.
-    """
-
-    share: float
-    wrong: list[str]
-
-
-def judge(case: Case, got: dict[str, np.ndarray]) -> Verdict:
-    """Compare what a program gave with the truth."""
+def judge(case: Case, got: dict[str, np.ndarray]) -> tuple[float, list[str]]:
+    """Return the largest error that a program has, as a part of what is allowed, and what is wrong, in words."""
     true, wrong, worst = expected(case), [], 0.0
     if got.keys() != true.keys():
-        return Verdict(np.inf, [f"results {sorted(got)} instead of {sorted(true)}"])
+        return np.inf, [f"results {sorted(got)} instead of {sorted(true)}"]
     for name, (value, allowed, dtype) in true.items():
         a = got[name]
         if str(a.dtype) != dtype or a.shape != value.shape:
@@ -137,4 +125,4 @@ def judge(case: Case, got: dict[str, np.ndarray]) -> Verdict:
                 f"{name}{[int(i) for i in at]} is {a[at]:.9g} instead of {value[at]:.9g}: off by {error[at]:.2e}, "
                 f"allowed {allowed[at]:.2e}; {np.mean(share > 1):.1%} of the elements are off"
             )
-    return Verdict(worst, wrong)
+    return worst, wrong

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -53,10 +52,10 @@ def judged(seed: int, say=None) -> dict:
     if say is not None:
         say(case.in_words())
     try:
-        told = dataclasses.asdict(judge(*answered(case)))
+        share, wrong = judge(*answered(case))
     except Exception:
-        told = {"share": 0.0, "wrong": ["it raised", *traceback.format_exc(limit=-3).strip().splitlines()[-12:]]}
-    return told | {"seed": seed, "words": case.in_words()}
+        share, wrong = 0.0, ["it raised", *traceback.format_exc(limit=-3).strip().splitlines()[-12:]]
+    return {"seed": seed, "share": share, "wrong": wrong, "words": case.in_words()}
 
 
 def in_a_process(first: int, last: int, until: float) -> Iterator[dict]:
@@ -72,7 +71,7 @@ def in_a_process(first: int, last: int, until: float) -> Iterator[dict]:
         error = process.stderr.read()
     if process.returncode:
         wrong = [f"its process ended with {process.returncode}", *error.strip().splitlines()[-12:]]
-        yield {"share": 0.0, "wrong": wrong, "seed": seed, "words": f"seed {seed}"}
+        yield {"seed": seed, "share": 0.0, "wrong": wrong, "words": f"seed {seed}"}
 
 
 def main() -> int:
