@@ -1,9 +1,9 @@
 """JAX's compilation cache tells programs on several devices apart, and knows a program again in another process."""
 
+import collections
 import gc
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -11,20 +11,74 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
 from jln._core import identity as names
 
-SCRIPT = pathlib.Path(__file__).with_name("cached.py")
+ROWS, H = 8, 64
+# What two programs may differ in while all their arrays have the same shapes.
+VARIANTS = {
+    "as usual": {"epsilon": 1e-6, "zero_centered_scale": False},
+    "another epsilon": {"epsilon": 1.0, "zero_centered_scale": False},
+    "zero-centered": {"epsilon": 1e-6, "zero_centered_scale": True},
+}
 FLAG = "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"
 
 
+def kinds(settings):
+    """Return of each kind of call a loss of four arrays, the same in plain jnp, and where x is split."""
+
+    def of_norm(module):
+        return lambda x, *row_and_kernel: jnp.sum(jnp.sin(module.layer_norm(x, *row_and_kernel[:2], **settings)) * x)
+
+    def of_linear(module):
+        return lambda *arrays: jnp.sum(jnp.sin(module.layer_norm_linear(*arrays, **settings)))
+
+    plain = of_norm(jln.reference)
+    return {
+        "rows": (of_norm(jln), plain, P("data")),
+        "H": (of_norm(jln), plain, P(None, "model")),
+        "few features": (of_linear(jln), of_linear(jln.reference), P("data")),
+        "fuse": (jln.fuse(plain), plain, P("data")),
+    }
+
+
+def main(folder, *variants):
+    """Print, as JSON, of each variant and kind of call how often its compilation was in the cache, and was not.
+
+    Beside it stands the largest error of a gradient, as a part of the gradient's largest element in float64.
+    """
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    seen = collections.Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.rpartition("/")[2]]))
+    r = np.random.default_rng(0)
+    arrays = [r.normal(size=shape) for shape in ((ROWS, H), (H,), (H,), (H, 16))]
+
+    def measured(loss, plain, spec):
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        places = [NamedSharding(mesh, s) for s in (spec, P(), P(), P())]
+        operands = jax.device_put([a.astype("float32") for a in arrays], places)
+        seen.clear()
+        got = jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(*operands))
+        counts = {"hits": seen["cache_hits"], "misses": seen["cache_misses"]}
+        with jax.enable_x64(True):
+            wanted = jax.grad(plain, (0, 1, 2))(*arrays)
+        errors = [np.abs(np.asarray(g) - w).max() / np.abs(w).max() for g, w in zip(got, wanted, strict=True)]
+        return {**counts, "error": float(max(errors))}
+
+    found = {v: {kind: measured(*of) for kind, of in kinds(VARIANTS[v]).items()} for v in variants}
+    json.dump(found, sys.stdout)
+
+
 def in_a_process(folder, flag, seed, *variants, **environment):
-    """Run the script with one order of Python's sets. seed: of that order."""
+    """Run this file as a script with one order of Python's sets. seed: of that order."""
     environment |= os.environ | {FLAG: flag, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, SCRIPT, folder, *variants]
+    environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    command = [sys.executable, __file__, folder, *variants]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -104,3 +158,7 @@ def test_what_cannot_be_told_in_full_never_has_the_same_name():
     assert names.identity(object) == names.identity(object)
     for unknown in (object(), lambda: None, np.zeros(2)):
         assert names.identity(unknown) != names.identity(unknown)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

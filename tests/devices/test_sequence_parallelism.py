@@ -148,7 +148,7 @@ def test_where_nobody_asks_the_smaller_of_z_and_the_kernel_is_gathered(rows, gat
 
 def test_kernels_normalise_each_devices_rows():
     """Kernels, interpreted, normalise the rows, and the results are gathered for the products with its features."""
-    arrays = workbench.named("add_rms_norm_linear", (4, 2, 16), "float32", features=((16,), (8,)))
+    arrays = workbench.named("add_rms_norm_linear", (4, 2, 16), "float32", features=((16,),))
     given = put(arrays, SPECS, mesh())
     function = functools.partial(jln.add_rms_norm_linear, implementation="triton")
     step = compiled_gradient(asked(function, BY_FEATURES), given)
@@ -156,27 +156,6 @@ def test_kernels_normalise_each_devices_rows():
     assert size["all-gather"] == 2 * of_all_rows(given) and "all-to-all" not in count
     plain = jax.jit(jax.grad(loss_by_name(jln.reference.add_rms_norm_linear)))(arrays)
     chex.assert_trees_all_close(step(given), plain, rtol=2e-3, atol=2e-3)
-
-
-# The leading axes of x and the features of each product, where two devices cannot have equal parts of one of them.
-UNEVEN = {"rows": ((4, 7), ((32,),)), "features": (ROWS, ((5,),)), "one of several products": (ROWS, ((32,), (5,)))}
-
-
-@pytest.mark.parametrize("uneven", UNEVEN)
-def test_what_does_not_divide_is_not_split(uneven, by):
-    arrays = arguments("layer_norm_linear", UNEVEN[uneven][1], UNEVEN[uneven][0])
-
-    def constrained(**arrays):
-        def at(n, a):
-            return jax.lax.with_sharding_constraint(a, NamedSharding(mesh(), SPECS.get(n, P())))
-
-        given = {n: jax.tree.map(functools.partial(at, n), a) for n, a in arrays.items()}
-        return asked(jln.layer_norm_linear, BY_FEATURES)(**given)
-
-    got, plain = (
-        jax.jit(jax.value_and_grad(loss_by_name(f)))(arrays) for f in (constrained, jln.reference.layer_norm_linear)
-    )
-    chex.assert_trees_all_close(got, plain, **CLOSE)
 
 
 def test_on_an_explicit_mesh_rows_stay_split(by):
@@ -194,23 +173,34 @@ def test_on_an_explicit_mesh_rows_stay_split(by):
         chex.assert_trees_all_close(automatic(explicit), y, **CLOSE)
 
 
-# For each of two products the axes that split its features, among the two that split x's rows.
-PARTLY = {"one product by both": (("outer", "inner"), "outer"), "outer": ("outer",) * 2, "inner": ("inner",) * 2}
+# The leading axes of x, the features of the Linear, and the mesh axes that split them, of the two that split x's rows.
+SHARED = {
+    "both": (ROWS, (32,), (("outer", "inner"),)),
+    "outer": (ROWS, (32,), ("outer",)),
+    "inner": (ROWS, (32,), ("inner",)),
+    "uneven rows": ((4, 7), (32,), (("outer", "inner"),)),
+    "uneven features": (ROWS, (5,), (("outer", "inner"),)),
+    "uneven heads": (ROWS, (8, 3), ("outer", "inner")),
+}
 
 
-@pytest.mark.parametrize("partly", PARTLY)
-def test_features_over_some_of_the_axes_of_the_rows(partly, by):
-    """Gathered rows keep their places where features are split over some of the axes that split the rows."""
+@pytest.mark.parametrize("shared", SHARED)
+def test_features_over_some_of_the_axes_of_the_rows(shared, by):
+    """Gathered rows keep their places where not all of their axes split features, and what is uneven is not split."""
+    rows, features, axes = SHARED[shared]
     on_three = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "outer", "inner"))
-    arrays = arguments("layer_norm_linear", FEATURES["several"][:2])
-    specs = {"x": P("data", ("outer", "inner")), "kernel": tuple(P(None, axes) for axes in PARTLY[partly])}
-    given = put(arrays, specs, on_three)
+    arrays = arguments("layer_norm_linear", (features,), rows)
 
-    def call(**arrays):
-        pairs = zip(jln.layer_norm_linear(**arrays), PARTLY[partly], strict=True)
-        return [
-            jax.lax.with_sharding_constraint(y, NamedSharding(on_three, P("data", None, axes))) for y, axes in pairs
-        ]
+    def at(a, *spec):
+        return jax.lax.with_sharding_constraint(a, NamedSharding(on_three, P(*spec)))
 
-    plain = jax.jit(jax.grad(loss_by_name(jln.reference.layer_norm_linear)))(arrays)
-    chex.assert_trees_all_close(jax.jit(jax.grad(loss_by_name(call)))(given), plain, **CLOSE)
+    def call(x, scale, offset, kernel, bias):
+        (kernel,) = kernel
+        x, kernel = at(x, "data", ("outer", "inner")), at(kernel, None, *axes)
+        (y,) = jln.layer_norm_linear(x, scale, offset, (kernel,), bias)
+        return at(y, "data", None, *axes)
+
+    ours, plain = (
+        jax.jit(jax.value_and_grad(loss_by_name(f)))(arrays) for f in (call, jln.reference.layer_norm_linear)
+    )
+    chex.assert_trees_all_close(ours, plain, **CLOSE)

@@ -13,7 +13,7 @@ import jln
 from catalogue import FORMS
 from jln._core.operation import Operation
 from matrix import OPTIONAL, along, bind, every, gradient, loss_by_name, mesh, operands
-from placements import CLOSE, by_role, placed, put, reference
+from placements import CLOSE, by_role, placed, put
 
 # One operator for each kind of operands.
 NORMS = ("layer_norm", "add_rms_norm", "rms_norm_gated", "rms_norm_add_rms_norm")
@@ -186,7 +186,6 @@ TRANSFORMED = {
     "gradient": lambda f, a: jax.jit(gradient(f, a))(*a),
     "eager": lambda f, a: (f(*a), gradient(f, a)(*a)),  # where JAX does not evaluate `auto_axes` itself
     "second derivative": lambda f, a: jax.jit(jax.grad(along(f, a), every(a)))(*a),
-    "jvp": lambda f, a: jax.jit(lambda *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1])(*a),
 }
 LEFT_EXPLICIT = [("gradient", name, "rows over both axes") for name in NORMS]
 LEFT_EXPLICIT += [("gradient", "add_layer_norm, x_bias and gate", "rows over both axes")]
@@ -204,27 +203,6 @@ def test_axes_left_explicit(how, name, placement, forward_mode):
     in_specs = tuple(by_role(name, {"activation": P("data")}).values())
     spread = jax.shard_map(function, mesh=on, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
     with jax.set_mesh(on):
-        if how == "jvp" and not forward_mode:
-            with pytest.raises(TypeError, match="forward_mode=True"):
-                TRANSFORMED[how](spread, given)
-            return
         found = TRANSFORMED[how](spread, given)
     expected = TRANSFORMED[how](bind(name, OPTIONAL[name], jln.reference)[0], arrays)
     chex.assert_trees_all_close(found, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_a_scale_from_around_where_axes_are_left_explicit(compiled):
-    """The gradient of a scale that the function in the `shard_map` closes over is right."""
-    on = mesh(AxisType.Explicit)
-    function, _, given = placed("rms_norm", "rows", on)
-
-    def around(x, scale):
-        how = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
-        return jax.shard_map(lambda x: function(x, scale), **how)(x)
-
-    with jax.set_mesh(on):
-        found = gradient(around, given)
-        gradients = (jax.jit(found) if compiled else found)(*given)
-    chex.assert_trees_all_close(gradients, reference("rms_norm"), **CLOSE)
-    assert [jax.typeof(g) for g in gradients] == [jax.typeof(a) for a in given]

@@ -8,7 +8,7 @@ VALUES = (f"{FEW}test_values_and_every_gradient[add_layer_norm_linear-()]",)
 SEVERAL, MANY = (
     (f"{FEW}test_several_programs[90-{cores}-add_layer_norm_linear-400-72-20-float32]",) for cores in (40, 3)
 )
-ON_A_MESH = (f"{t.JUNCTION_MESH}test_few_features[layer_norm_linear-no gate-by example-examples]",)
+ON_A_MESH = (f"{t.SHARDING}test_few_features[layer_norm_linear-no gate-by example-examples]",)
 OF_STAGES = ("tests/devices/test_shard_map.py::test_few_features_of_examples_over_some_axes[kernels]",)
 
 
@@ -44,7 +44,7 @@ FEW_FEATURES = [
     Mutant("dkernel of a device's examples alone", t.SHAPES, "over_rows = (Kind.ROW, Kind.BATCH) if norm.has_groups",
            "over_rows = (Kind.ROW,) if norm.of_examples", ON_A_MESH),
     Mutant("dkernel of each of vmap's examples added up over devices", t.PLACEMENT, "Kind.BATCH: own}",
-           "Kind.BATCH: set()}", (f"{t.JUNCTION_MESH}test_few_features_of_examples_under_vmap",)),
+           "Kind.BATCH: set()}", (f"{t.SHARDING}test_few_features_of_examples_under_vmap",)),
     Mutant("shares of the examples on some devices left out", t.PARTITIONED,
            "over = [tuple(a for axes in placement.sum_axes(r) for a in axes) for r in sums]",
            "over = [placement.over(Kind.ROW) for r in sums]", OF_STAGES),

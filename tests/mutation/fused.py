@@ -86,7 +86,7 @@ FUSED = [
     Mutant("no copy for a product", REWRITING, "[: min(len(found), len(DY)) - 1]", "[:0]",
            (f"{COPIES}[rms_norm-2-0]",)),
     Mutant("copies that each have a constraint over devices", REWRITING, " if not any(map(spreads, r.between)))", ")",
-           ("tests/devices/test_fuse.py::test_a_result_that_is_split_is_gathered_once",)),
+           ("tests/devices/test_communication.py::test_a_result_that_is_split_is_gathered_once_by_a_fused_program",)),
     Mutant("copies kept by themselves", DERIVATIVES, "{id(a): a for a in given}", "dict(enumerate(given))",
            (f"{BETWEEN}test_copies_are_kept_once",)),
     Mutant("names behind what backward reads", LINEARS,

@@ -123,5 +123,5 @@ RULES = [
     Mutant("padding taken for rows", t.PLACEMENT, "% math.prod(mesh.shape[a] for a in axes) == 0:", "% 1 == 0:",
            (f"{t.SHARDING}test_what_does_not_divide_is_not_split",)),
     Mutant("sums over devices of shares in 16 bits", t.LAYOUT, ".name if r.wide else d", ".name if False else d",
-           (f"{t.SHARDED_DTYPES}test_shares_of_16_bit_parameters_are_added_up_in_float32[()]",)),
+           (f"{t.SHARDING}test_shares_of_16_bit_parameters_are_added_up_in_float32[()]",)),
 ]  # fmt: skip

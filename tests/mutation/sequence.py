@@ -4,10 +4,11 @@ import targets as t
 from targets import Mutant
 
 GATHERED = (f"{t.SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-layer_norm_linear-one]",)
-PARTLY = tuple(
-    f"{t.SEQUENCE}test_features_over_some_of_the_axes_of_the_rows[few features-{axes}]"
-    for axes in ("one product by both", "outer")
-)
+
+
+def shared(axes: str) -> tuple[str, ...]:
+    return (f"{t.SEQUENCE}test_features_over_some_of_the_axes_of_the_rows[few features-{axes}]",)
+
 
 ROWS_GATHERED = [
     Mutant("a kernel gathered where the result is asked for by features", t.PLACEMENT,
@@ -16,9 +17,10 @@ ROWS_GATHERED = [
            "if has_rows and dim.kind == Kind.FEATURE else set()", "if dim.kind == Kind.FEATURE else set()",
            (f"{t.SEQUENCE}test_kernels_that_are_only_stored_in_parts_are_gathered[few features-layer_norm_linear]",)),
     Mutant("rows that do not lie side by side gathered", t.PLACEMENT,
-           "while may_gather and last and axes[last - 1] in of_features:", "while may_gather and last:", PARTLY),
+           "while may_gather and last and axes[last - 1] in of_features:", "while may_gather and last:",
+           shared("outer")),
     Mutant("rows gathered over axes that no features are left to", t.PLACEMENT, "return placement if asked <=",
-           "return placement if True or asked <=", PARTLY),
+           "return placement if True or asked <=", shared("uneven heads")),
     Mutant("dz that has been added up added up again", t.PLACEMENT, "left_out = {Kind.FEATURE: gathered,",
            "left_out = {Kind.FEATURE: set(),", GATHERED),
     Mutant("dkernel of all rows added up again", t.PLACEMENT, "Kind.ROW: self._feature_axes(result.dims),",

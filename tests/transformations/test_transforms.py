@@ -10,10 +10,7 @@ import pytest
 
 import jln
 import workbench
-from jln._junction.arrays import Arrays
-from jln._operators.call import NormArguments, call
 from jln._triton import target
-from matrix import loss_by_name
 from workbench import OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
@@ -26,17 +23,6 @@ def test_numpy_arrays_outside_of_jit(name, disabled, implementation):
     with jax.disable_jit(disabled):
         y = getattr(jln, name)(**jax.tree.map(np.asarray, operands), implementation=implementation)
     chex.assert_trees_all_close(y, getattr(jln.reference, name)(**operands), **CLOSE)
-
-
-@pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_add_rms_norm_linear"])
-def test_zero_centered_scale_in_front_of_a_linear(name, implementation):
-    operands = workbench.named(name, (4, 9), "float64", features=(6,))
-
-    def run(module, **options):
-        function = functools.partial(getattr(module, name), zero_centered_scale=True, epsilon=1e-3, **options)
-        return jax.jit(jax.value_and_grad(loss_by_name(function)))(operands)
-
-    chex.assert_trees_all_close(run(jln, implementation=implementation), run(jln.reference), **CLOSE)
 
 
 def loss(function):
@@ -107,14 +93,6 @@ def test_vmap_over_cotangents(shared, width, implementation):
     chex.assert_trees_all_close(run(implementation=implementation), run(module=jln.reference), **CLOSE)
 
 
-def test_one_program_for_two_platforms_holds_no_python_choice():
-    """A traced gradient has one equation forward and one backward, as lowering alone chooses the implementation."""
-    x = jnp.ones((4, 8), "float32")
-    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: jln.layer_norm(x).sum()))(x))
-    assert jaxpr.count("jln_norm_forward[") == 1
-    assert jaxpr.count("jln_norm_backward[") == 1
-
-
 def test_export_with_symbolic_shapes():
     pytest.importorskip("flatbuffers")
     (batch,) = jax.export.symbolic_shape("batch")
@@ -122,40 +100,3 @@ def test_export_with_symbolic_shapes():
     exported = jax.export.export(gradient, platforms=("cpu", "cuda"))(jax.ShapeDtypeStruct((batch, 8), "float64"))
     x = workbench.normal(0, (5, 8), "float64")
     chex.assert_trees_all_close(exported.call(x), gradient(x), **CLOSE)
-
-
-def test_a_transpose_by_the_kernel():
-    """`jax.linear_transpose` by the kernel works with `forward_mode` where XLA multiplies.
-
-    JAX can transpose neither the call of an operator without `forward_mode`, nor the name by which policies know a
-    fused product.
-    """
-    x, kernel = workbench.normal(0, (6, 8), "float64"), workbench.normal(1, (8, 4), "float64")
-
-    def transpose(module, kernel, **options):
-        linear = jax.linear_transpose(lambda k: module.rms_norm_linear(x, None, k, **options), kernel)
-        return linear(jnp.cos(x[:, :4]).astype(jnp.promote_types(x.dtype, kernel.dtype)))
-
-    found = transpose(jln, kernel, forward_mode=True)
-    chex.assert_trees_all_close(found, transpose(jln.reference, kernel), **CLOSE)
-    with pytest.raises(NotImplementedError, match="jln_reverse_mode"):
-        transpose(jln, kernel)
-    x = x.astype("float32")
-    with pytest.raises(NotImplementedError, match="'name'"):
-        transpose(jln, kernel.astype("float32"), forward_mode=True)
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_sum_that_nobody_asked_for(place):
-    """The total lies as y does, where the call of modules has not named it as a result."""
-    x, scale = workbench.normal(0, (3, 4, 8), "float64"), workbench.normal(1, (8,), "float64")
-
-    def by_modules(x):
-        results = call(Arrays(x, jnp.cos(x), scale=scale), NormArguments(False, -1, 1e-6))
-        return results.y, results.total
-
-    def f(x):
-        return jln.reference.add_rms_norm(x, jnp.cos(x), scale)
-
-    got, true = (jax.jacrev(jax.vmap(g, place, place))(x) for g in (by_modules, f))
-    chex.assert_trees_all_close(got, true, **CLOSE)
