@@ -9,7 +9,6 @@ plus one rounding of the dtype, plus one float32 rounding for each of the eight 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from combinations import covering
 from jln import _explain
 
 OPERATIONS = 8
@@ -53,39 +53,21 @@ def pairwise(tables: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[Any]:
     """Choices of a value for each argument, for parametrize, in which every pair of values of two arguments occurs.
 
     tables: from each framework to its arguments, of which "name" is that of the norm. The first choice is every
-    argument's first value, each other the best of some random ones. Without the heavy ones every value still occurs.
+    argument's first value, the others are random. Without the heavy ones every value still occurs.
     """
-    return [
-        pytest.param(framework, case, id=f"{framework} {described(case)}", marks=[pytest.mark.heavy] if heavy else [])
-        for framework, arguments in tables.items()
-        for case, heavy in _choices(arguments, () if framework == "equinox" else ONLY_LAYER_NORM)
-    ]
-
-
-def _choices(arguments: Mapping[str, Sequence[Any]], only_layer_norm: Sequence[str]) -> Iterator[tuple[Any, bool]]:
-    """The choices of a framework, and whether all values of each have occurred before."""
-    random = np.random.default_rng(0)
-
-    def places(row: Mapping[str, int]) -> set[tuple[str, int]]:
-        is_rms = arguments["name"][row["name"]] == "RMSNorm"
-        return {(name, i) for name, i in row.items() if not (is_rms and name in only_layer_norm)}
-
-    def pairs(row: Mapping[str, int]) -> set[Any]:
-        return set(itertools.combinations(sorted(places(row)), 2))
-
-    best = dict.fromkeys(arguments, 0)
-    missing: set[Any] = set()
-    for a, b in itertools.combinations(arguments, 2):
-        for i, j in itertools.product(range(len(arguments[a])), range(len(arguments[b]))):
-            missing |= pairs(best | {a: i, b: j})
-    seen: set[tuple[str, int]] = set()
-    while missing:
-        if pairs(best) & missing:
-            yield {name: arguments[name][i] for name, i in sorted(places(best))}, places(best) <= seen
-            missing -= pairs(best)
-            seen |= places(best)
-        rows = [{name: int(random.integers(len(of))) for name, of in arguments.items()} for _ in range(50)]
-        best = max(rows, key=lambda row: len(pairs(row) & missing))
+    choices = []
+    for framework, arguments in tables.items():
+        random, seen = np.random.default_rng(0), set()
+        rows = [{name: of[0] for name, of in arguments.items()}]
+        rows += [{name: of[random.integers(len(of))] for name, of in arguments.items()} for _ in range(400)]
+        if framework != "equinox":
+            rows = [{k: v for k, v in r.items() if r["name"] != "RMSNorm" or k not in ONLY_LAYER_NORM} for r in rows]
+        for row in (rows[i] for i in sorted({0} | covering(rows))):
+            values = {(name, repr(value)) for name, value in row.items()}
+            marks = [pytest.mark.heavy] if values <= seen else []
+            choices.append(pytest.param(framework, row, id=f"{framework} {described(row)}", marks=marks))
+            seen |= values
+    return choices
 
 
 def every_equation(jaxpr: Any) -> Iterator[Any]:

@@ -1,6 +1,5 @@
 """Tests of `jln.explain`."""
 
-import gc
 import subprocess
 import sys
 
@@ -71,9 +70,6 @@ def test_where_a_layer_is_and_what_is_around_it():
         (saved.dots_with_no_batch_dims_saveable, [products]),
         (saved.save_only_these_names(jln.STATISTICS), [statistics]),
         (saved.save_any_names_but_these(jln.PRODUCT), [statistics]),
-        (saved.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=[jln.PRODUCT], offload_src="device",
-            offload_dst="pinned_host"), [one]),
         (ours.dots_saveable, [products, one]),
     ):  # fmt: skip
         first, second = jln.explain(lambda x, policy=policy: function(x, policy), X)
@@ -92,11 +88,10 @@ def test_equinox_layers_have_their_places():
         assert [r.layer.partition(" ")[2] for r in routes] == [".layers[0]", ".layers[1]"]
 
 
-@pytest.mark.parametrize("transform", [hk.transform, hk.transform_with_state])
-@pytest.mark.parametrize("strip", [lambda a: a, hk.without_apply_rng], ids=["rng", "no rng"])
-def test_every_transform_of_haiku(transform, strip):
-    routes = jln.explain(strip(transform(lambda x: jln.haiku.RMSNormLinear(5, name="pair")(x))), X)
-    assert [(r.layer, r.path) for r in routes] == [("jln.haiku.RMSNormLinear pair", "fused")]
+def test_transforms_of_haiku():
+    call = lambda x: jln.haiku.RMSNormLinear(5, name="pair")(x)  # noqa: E731
+    for model in (hk.transform(call), hk.without_apply_rng(hk.transform_with_state(call))):
+        assert [(r.layer, r.path) for r in jln.explain(model, X)] == [("jln.haiku.RMSNormLinear pair", "fused")]
 
 
 def test_loops_branches_and_shards():
@@ -108,20 +103,6 @@ def test_loops_branches_and_shards():
     routes = jln.explain(lambda x: jax.lax.cond(x[0, 0] > 0, function, jnp.sin, x), X)
     assert [route.path for route in routes] == ["norm", "norm", "norm", "fused"]
     assert all("; in a jax.shard_map over d" in route.why for route in routes)
-
-
-def test_questions_keep_nothing():
-    """Calls of `explain` keep no objects, though JAX keeps what it has traced for as long as the process lives."""
-    function, x = network(), jax.ShapeDtypeStruct((4, 8), jnp.float32)
-
-    def held_after(questions):
-        for _ in range(questions):
-            jln.explain(function, x)
-        gc.collect()
-        return len(gc.get_objects())
-
-    before = held_after(3)
-    assert held_after(15) - before < 15  # fewer than one object for each call
 
 
 class Counted(nnx.Module):
@@ -136,24 +117,15 @@ class Counted(nnx.Module):
         return self.norm(x)
 
 
-class Scanned(nnx.Module):
-    def __init__(self):
-        self.norms = nnx.vmap(lambda rngs: LayerNorm(8, rngs=rngs))(nnx.Rngs(0).split(3))
-
-    def __call__(self, x):
-        return nnx.scan(lambda x, norm: norm(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.norms)
-
-
-@pytest.mark.parametrize("cls", [Counted, Scanned])
-def test_a_model_that_flax_lets_nobody_close_over(cls):
-    """As what it changes or transforms is of another trace. `explain` leaves the model's own state as it is."""
-    model = cls()
+def test_a_model_that_flax_lets_nobody_close_over():
+    """As what it changes is of another trace. `explain` leaves the model's own state as it is."""
+    model = Counted()
     before = jax.tree.map(np.array, nnx.state(model))
     with pytest.raises(Exception, match="trace level"):  # of Flax
         jln.explain(lambda x: model(x), X)
     for routes in (
         jln.explain(model, X),
-        jln.explain(getattr(model, "encode", model.__call__), X),
+        jln.explain(model.encode, X),
         jln.explain(lambda m, x: m(x), model, X),
     ):
         assert [route.path for route in routes] == ["norm"]

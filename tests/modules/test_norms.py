@@ -3,22 +3,16 @@
 import functools
 import inspect
 
-import chex
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from orbax import checkpoint
 
 import jln
 from frameworks import FRAMEWORKS, WITH_LINEARS, made_norm, norms, parity, with_linears
-from matrix import mesh
-from parity import SHAPE, described, every_equation, normal, pairwise, randomised
+from parity import SHAPE, described, every_equation, normal, pairwise
 
 NORMS = ("LayerNorm", "RMSNorm")
 MASK = np.random.default_rng(0).random(SHAPE) > 0.3
@@ -75,11 +69,9 @@ def doubled(args, dtype=None):
 OTHER_AXES = "the norm is not over the last axis alone"
 FLAX_PATHS = [
     ({"reduction_axes": (1, 2)}, OTHER_AXES),
-    ({"reduction_axes": (1, 2), "feature_axes": (1, 2)}, OTHER_AXES),
     ({"reduction_axes": -1, "feature_axes": (1, 2)}, OTHER_AXES),
     ({"reduction_axes": 1}, OTHER_AXES),
     ({"mask": MASK}, "mask is given"),
-    ({"mask": MASK, "name": "RMSNorm"}, "mask is given"),
     ({"axis_name": "rows"}, "statistics are averaged over the mesh axis 'rows'"),
     ({"epsilon": -1e-6}, "epsilon is -1e-06, not a Python number"),
     ({"x": "complex64"}, "x is complex64"),
@@ -94,26 +86,20 @@ PATHS = {
         *FLAX_PATHS,
         ({"promote_dtype": doubled}, "promote_dtype is not Flax's"),
         ({"epsilon": jnp.float32(1e-3)}, "epsilon is "),
-        ({"epsilon": ml_dtypes.bfloat16(0.25)}, "epsilon is "),
         ({"epsilon": 1e308}, "epsilon is 1e+308, not a Python number"),  # more than a float32 holds
     ],
     "haiku": [
         ({"axis": (1, 2)}, OTHER_AXES),
-        ({"axis": (1, 2), "name": "RMSNorm"}, OTHER_AXES),
         ({"axis": slice(1, None), "param_axis": slice(1, None)}, OTHER_AXES),
-        ({"axis": 1, "param_axis": 1}, OTHER_AXES),
         ({"axis": -2, "param_axis": -1}, OTHER_AXES),
         ({"param_axis": (1, 2)}, OTHER_AXES),
         ({"axis": slice(0, 0), "use_scale": False, "use_offset": False}, OTHER_AXES),
         ({"epsilon": -1e-5}, "epsilon is "),
         ({"epsilon": np.float64(1e-5)}, "eps is a float64"),
-        ({"epsilon": np.float64(1e-5), "x": "bfloat16", "name": "RMSNorm"}, "eps is a float64"),
         ({"x": "int32"}, "x is int32"),
-        ({"x": "complex64"}, "x is complex64"),
     ],
     "equinox": [
         ({"shape": (4, 8)}, "x of shape (4, 8) in a norm of shape (4, 8)"),
-        ({"shape": (4, 8), "name": "RMSNorm"}, "x of shape (4, 8) in a norm of shape (4, 8)"),
         ({"shape": ()}, "x is float32[]"),
         ({"x": "int32"}, "x is int32"),
         ({"param_dtype": "float64"}, "some of it is float64"),
@@ -149,13 +135,6 @@ def test_path(framework, changed, why):
         assert route.why.startswith(why)
         same = functools.partial(np.testing.assert_array_equal, strict=True)
         jax.tree.map(same, jax.jit(ours)(x), jax.jit(theirs)(x))
-
-
-def test_an_empty_x_runs_as_the_frameworks_own_code():
-    layer, x = norms("nnx")[1], jnp.ones((0, 8), "float32")
-    (route,) = jln.explain(layer.apply, layer.init(x), x)
-    assert (route.path, route.why) == ("plain", "x is float32[0, 8]")
-    assert layer.apply(layer.init(x), x).shape == x.shape
 
 
 X, EIGHT = jnp.ones(SHAPE, "float32"), jnp.ones(8, "float32")
@@ -271,50 +250,3 @@ def test_put_in_place_of_the_frameworks(monkeypatch):
     norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(norm(x, mask=MASK), wanted)
     assert [route.path for route in jln.explain(norm, x)] == ["norm"]
-
-
-def test_checkpoints_of_nnx_go_both_ways(tmp_path):
-    layers = norms("nnx")
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        for i, (writer, reader) in enumerate([layers, layers[::-1]]):
-            written = randomised(writer.init(X))
-            checkpointer.save(tmp_path / f"{i}", written)
-            checkpointer.wait_until_finished()
-            read = checkpointer.restore(tmp_path / f"{i}", reader.init(X))
-            jax.tree.map(np.testing.assert_array_equal, read, written)
-
-
-@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
-@pytest.mark.parametrize(
-    ("framework", "name", "compiled", "closed_over"),
-    [
-        ("nnx", "LayerNorm", False, False),
-        ("nnx", "RMSNorm", True, True),
-        ("linen", "RMSNorm", True, False),
-        ("haiku", "LayerNorm", True, True),
-        ("equinox", "LayerNorm", True, True),
-    ],
-)
-def test_a_shard_map_that_leaves_axes_explicit(promoted_ranks, framework, name, compiled, closed_over):
-    """A layer's variables are an argument or, where no mesh has them, closed over."""
-    on, x = mesh(AxisType.Explicit), normal(0, (8, 16), "float64")  # rows that a mesh of 4x2 divides
-
-    def found(layer):
-        variables = jax.tree.map(lambda a: a.astype("float64"), layer.init(x))
-
-        def loss(variables, x):
-            def inside(x, *variables_passed):
-                return layer.apply(*(variables_passed or (variables,)), x)
-
-            passed = () if closed_over else (variables,)
-            in_specs = (P("data"), *(P() for _ in passed))
-            y = jax.shard_map(inside, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})(x, *passed)
-            return jnp.sum(jnp.sin(y)), y
-
-        with jax.set_mesh(on):
-            gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
-            split = jax.device_put(x, NamedSharding(on, P("data")))
-            return (jax.jit(gradient) if compiled else gradient)(variables, split)
-
-    theirs, ours = (jax.tree.leaves(found(layer)) for layer in norms(framework, name, size=16))
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-10, atol=1e-10)
