@@ -10,9 +10,8 @@ import pytest
 
 # The test, and the package without which it may be skipped.
 EXPECTED = {
-    r"tests/tools/test_(bench|clocks)\.py::test_pytorch_.*": "torch",
-    r"tests/tools/test_bench\.py::test_(tokamax_.*|every_workload_.*\[tokamax\])": "tokamax",
-    r"tests/tools/test_bench\.py::test_(tables_results_and_pictures|a_run_that_ends_early_.*)": "matplotlib",
+    r"tests/tools/test_bench\.py::test_pytorch_.*": "torch",
+    r"tests/tools/test_bench\.py::test_a_run_that_ends_early_.*": "matplotlib",
     r"tests/tools/test_card\.py(::.*)?": "matplotlib",
     r"tests/tools/test_doctor\.py::test_doctor_says_what_runs_on_a_gpu_and_why": "jax_triton",
 }

@@ -24,17 +24,6 @@ def test_every_pair_of_values_is_in_one():
     assert 12 <= len(chosen) <= 16 < len(ALL) == 48  # 12 are the pairs of the two parameters with the most values
 
 
-def test_pairs_that_never_occur_are_not_asked_for():
-    some = [values for values in ALL if values["name"] == "a" or values["dtype"] == "x"]
-    assert pairs(some[i] for i in covering(some)) == pairs(some)
-
-
-def test_of_one_parameter_or_two_all_run():
-    assert covering([{"name": name} for name in "abc"]) == {0, 1, 2}
-    two = [{"name": a, "dtype": b} for a in "abc" for b in "xy"]
-    assert covering(two) == set(range(6))
-
-
 def test_operators_of_one_family_stand_for_each_other_and_each_is_there():
     names = ("layer_norm", "rms_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_linear, few features")
     every = [{"name": name, "jitted": jitted, "rows": rows} for name in names for jitted in "01" for rows in (1, 2, 3)]
@@ -43,10 +32,6 @@ def test_operators_of_one_family_stand_for_each_other_and_each_is_there():
     assert kind("layer_norm_linear, 3 of them") == kind("rms_norm_linear") != kind("rms_norm") == kind("layer_norm")
     for jitted, rows in itertools.product("01", (1, 2, 3)):
         assert any(values["jitted"] == jitted and values["rows"] == rows for values in chosen)
-
-
-def test_the_choice_is_the_same_each_time():
-    assert covering(ALL) == covering(list(ALL))
 
 
 def test_the_others_run_when_asked_for(pytester):

@@ -180,16 +180,6 @@ def _pull_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, bat
         return Arrays()
     if not junction.features:
         return backward(operands, junction.norm, dtypes, **how)
-
-    def drop_unused(parameters: Any) -> Any:
-        """The parameters, with None for those of a product that was not used: they have no part in the gradients."""
-        pairs = zip(parameters, operands.dy, strict=True)
-        return tuple(None if d is None else p for p, d in pairs)
-
-    operands = operands._replace(kernel=drop_unused(operands.kernel))
-    dtypes = dtypes._replace(kernel=drop_unused(dtypes.kernel), bias=drop_unused(dtypes.bias))
-    if not jax.tree.leaves(dtypes):  # wanted are those of unused products alone
-        return dtypes
     if junction.in_one:
         return backward_in_one(operands, junction, dtypes, **how)
     return linears.backward(operands, junction, dtypes, batch_dims, norms=norms_by(junction.implementation))

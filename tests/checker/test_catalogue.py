@@ -99,7 +99,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_rules_are_rejected(name):
-    """In float32 too, as a float32 gradient is compared with one in float64."""
+    """Rules are rejected in float32, too, as a float32 gradient is compared with one in float64."""
     f, args = WRONG[name]
     for dtype in ("float64", "float32"):
         for report in reports(testing.check_vjp, f, args, reference=f.__wrapped__, dtype=dtype):
@@ -107,7 +107,7 @@ def test_wrong_rules_are_rejected(name):
 
 
 def test_right_norm_in_the_dress_of_the_wrong_ones_is_accepted():
-    """Otherwise the wrong ones might be rejected for the form in which they are written."""
+    """Wrong ones might else be rejected for the form in which they are written."""
     f = layer_norm()
     assert all(report.ok for report in reports(testing.check_vjp, f, OF_LAYER_NORM, reference=f.__wrapped__))
 
@@ -204,7 +204,7 @@ def test_assertions_raise_with_the_table():
 
 @pytest.mark.parametrize("dtype", testing.TOLERANCES)
 def test_tolerances_are_exact(dtype):
-    """Where 1e-4 is allowed, an error of 0.9e-4 passes and one of 1.1e-4 does not."""
+    """An error of 0.9e-4 passes where 1e-4 is allowed, and one of 1.1e-4 does not."""
     allowed, expected = testing.TOLERANCES[dtype], np.array([2.0, -3.0, 0.0])
     for part, ok in ((0.9, True), (1.1, False)):
         got = expected + np.array([0, -part * (allowed.absolute + 3 * allowed.relative), 0])
@@ -256,7 +256,7 @@ print([m for m in ("rich", "typer", "triton", "flax", "optax", "hypothesis") if 
 
 
 def test_the_names_of_rows():
-    """Of pytrees by their paths. Integers and random keys are held fixed, and so have none."""
+    """Rows of pytrees have the names of their paths. Integers and random keys are held fixed, and so have none."""
 
     def network(parameters, ids, key, x):
         kept = x * jax.random.bernoulli(key, 0.5, x.shape)
@@ -297,7 +297,7 @@ def test_no_elements():
 
 
 def test_a_float32_function_is_checked_in_float64():
-    """That finds an error that the tolerance of float32 lets pass."""
+    """Float64 finds an error that the tolerance of float32 lets pass."""
     nearly = wrong(jnp.sin, lambda x, dy: (dy * jnp.cos(x) * (1 + 1e-5),))
     args = (X.astype("float32"),)
     assert testing.check_vjp(nearly, args, reference=jnp.sin, dtype=None).ok

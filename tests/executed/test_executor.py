@@ -1,4 +1,4 @@
-"""What the executor counts, and what it notices: launches broken on purpose, and small kernels written by hand."""
+"""Tests of what the executor counts and notices: launches broken on purpose, and small kernels written by hand."""
 
 import contextlib
 import dataclasses

@@ -139,7 +139,7 @@ def test_a_derivative_in_forward_mode_says_what_to_do():
 
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 def test_dtypes(promotion):
-    """Without float64 that of NumPy becomes float32; strict promotion changes nothing."""
+    """NumPy's float64 becomes float32 without x64; strict promotion changes nothing."""
     mixed = lambda x, s, b: jnp.mean(layer(x.astype("float32"), s, b).astype("bfloat16"))  # noqa: E731
     with jax.enable_x64(False), jax.numpy_dtype_promotion(promotion):
         p, x = PARAMETERS["blocks"][0], EXAMPLES

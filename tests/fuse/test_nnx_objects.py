@@ -72,7 +72,7 @@ class Multiplied(nnx.Module):
 
 @pytest.mark.filterwarnings("ignore:jln.fuse found no norm")
 def test_an_eager_call_reads_an_attribute_that_was_changed():
-    """In place, and to a number that equals the one before."""
+    """Attributes are changed in place, and to a number that equals the one before."""
     fused = jln.nnx.fuse(lambda module: module.w[...] * module.factor.of)
     module = Multiplied(types.SimpleNamespace(of=0.0))
     for number in (0.0, -0.0, 5.0):

@@ -43,7 +43,7 @@ def gradient(p, x):
 
 
 def test_a_gradient_inside_is_right_and_said_to_be_useless():
-    """Its checkpoints stay: XLA is told what backward makes again, or it would make it once and keep it."""
+    """Checkpoints stay: XLA is told what backward makes again, or it would make it once and keep it."""
     with pytest.warns(UserWarning, match="differentiates inside"):
         fused = jax.make_jaxpr(jln.fuse(gradient))(*ARGUMENTS)
     assert str(jax.make_jaxpr(gradient)(*ARGUMENTS)).count("differentiated=True") == BLOCKS

@@ -100,7 +100,7 @@ def renamed(framework, options, of_linear=False):
 
 
 def made_norm(framework, library, name, size=8, **options):
-    """What makes a norm of this name, over the last axis where the options name no other."""
+    """A function that makes a norm of this name, over the last axis where the options name no other."""
     options = renamed(framework, options)
     first = ()
     if framework == "nnx":
@@ -173,7 +173,7 @@ class HaikuLayers(hk.Module):
 
 
 def made_apart(framework, name, features, size=8, **options):
-    """What makes the framework's own layers."""
+    """A function that makes the framework's own layers."""
     both = {k: v for k, v in options.items() if k in BOTH}
     of_linear = {k: v for k, v in options.items() if k in OF_LINEAR}
     of_norm = {k: v for k, v in options.items() if k not in (*BOTH, *OF_LINEAR)}
@@ -197,7 +197,7 @@ def made_apart(framework, name, features, size=8, **options):
 
 
 def made_together(framework, name, features, size=8, **options):
-    """What makes our module that stands for all of them."""
+    """A function that makes our module that stands for all of them."""
     cls = getattr(FRAMEWORKS[framework].ours, name + FRAMEWORKS[framework].linear)
     if framework == "haiku":
         precision = options.pop("precision", None)

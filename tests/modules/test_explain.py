@@ -45,7 +45,7 @@ def network():
 
 
 def test_each_call_is_listed_in_its_place_and_the_body_of_a_loop_once():
-    """So it is of what JAX has traced before."""
+    """JAX's trace of before is listed alike."""
     function, paths = network(), ["norm", "norm", "norm", "fused"]
     jax.jit(function).lower(X)
     for _ in range(2):
@@ -118,7 +118,7 @@ class Counted(nnx.Module):
 
 
 def test_a_model_that_flax_lets_nobody_close_over():
-    """As what it changes is of another trace. `explain` leaves the model's own state as it is."""
+    """Variables that it changes are of another trace. `explain` leaves the model's own state as it is."""
     model = Counted()
     before = jax.tree.map(np.array, nnx.state(model))
     with pytest.raises(Exception, match="trace level"):  # of Flax

@@ -117,7 +117,7 @@ PATHS = {
     ],
 )
 def test_path(framework, changed, why):
-    """What the operators lack runs as the framework's own code: the same bits, with a residual those of the sum."""
+    """Arguments that the operators lack run as the framework's own code: the same bits, of the sum with a residual."""
     options = {"x": "float32"} | changed
     x = (8 * normal(0, SHAPE, "float32")).astype(options.pop("x"))
     given = {"mask": options.pop("mask")} if "mask" in options else {}

@@ -1,4 +1,4 @@
-"""What one framework has and the others do not, or do otherwise."""
+"""Tests of what one framework has and the others do not, or do otherwise."""
 
 import functools
 
@@ -31,7 +31,7 @@ IN_BFLOAT16 = {"dtype": "bfloat16"}, 2 * HALF["bfloat16"], 4096 * HALF["float32"
     ids=["nnx", "linen", "fast_variance"],
 )
 def test_a_result_is_rounded_once(framework, lost, x, options, relative, absolute):
-    """lost: what the framework's own layer is off by, at least."""
+    """Test parameters: lost is what the framework's own layer is off by, at least."""
     layers = norms(framework, size=x.shape[-1], **options)
     theirs, ours = (np.asarray(layer.apply(layer.init(x), x), "float64") for layer in layers)
     wide = np.asarray(x, "float64")
@@ -41,7 +41,7 @@ def test_a_result_is_rounded_once(framework, lost, x, options, relative, absolut
 
 
 def test_linens_parameters_decide_the_dtype_of_the_result():
-    """Of those loaded Linen checks the shape alone. No float32 copy is made of a bfloat16 x."""
+    """Linen checks the shape of loaded parameters alone. No float32 copy is made of a bfloat16 x."""
     x, (theirs, ours) = normal(0, SHAPE, "bfloat16"), norms("linen")
     wide = {"params": {"scale": jnp.ones(8, "float32"), "bias": jnp.zeros(8, "float32")}}
     for variables in (wide, jax.tree.map(lambda a: a.astype("bfloat16"), wide)):

@@ -34,7 +34,6 @@ NORMS = [
     Mutant("d without its second term", t.ROW_TERMS, "d = x_hat * -(c2 * rstd)[:, None]", "d = x_hat * 0.0", KERNEL),
     Mutant("dx_scale of dy", t.BACKWARD, "dx_scale = tl.fma(dx, u, dx_scale)", "dx_scale = tl.fma(dy, u, dx_scale)",
            KERNEL),
-    Mutant("dx_scale of x and not of its norm", t.BACKWARD, ".to(COMPUTE) * x_rstd[:, None]", ".to(COMPUTE)", KERNEL),
     Mutant("dscale after the scale", t.ROW_TERMS, "dscale = tl.fma(dy, x_hat, dscale)",
            "dscale = tl.fma(dy * scale[None, :], x_hat, dscale)", KERNEL),
     Mutant("dx without x's scale", t.BACKWARD, "dx *= load_scale(a.x_scale, column, exists, NORM, BLOCK_H, COMPUTE)",

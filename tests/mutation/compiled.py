@@ -1,4 +1,4 @@
-"""Ways to break what only the executed rung sees: what the interpreter lets pass, and what it does not run."""
+"""Ways to break what only executed kernels show: what the interpreter lets pass, and what it does not run."""
 
 import targets as t
 from targets import Mutant

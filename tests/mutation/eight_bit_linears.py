@@ -24,7 +24,6 @@ EIGHT_BIT_LINEARS = [
     Mutant("a kernel in e5m2", PRODUCTS, 'KERNEL = "float8_e4m3fn"', 'KERNEL = "float8_e5m2"', RECIPE),
     Mutant("cotangents by one scale in e4m3", PRODUCTS, '"one": "float8_e5m2"', '"one": "float8_e4m3fn"', RECIPE),
     Mutant("cotangents in blocks in e5m2", PRODUCTS, '"blocks": "float8_e4m3fn"', '"blocks": "float8_e5m2"', RECIPE),
-    Mutant("a scale of one operand left out", PRODUCTS, "* (a.scale * b.scale)", "* a.scale", RECIPE),
     Mutant("z in blocks of float8_e4m3fn whatever was asked for", PRODUCTS, "_along_rows(z, 1, junction.y_dtype,",
            "_along_rows(z, 1, KERNEL,",
            (f"{TESTS}test_values_and_gradients_by_the_recipe"

@@ -21,8 +21,6 @@ FEW_FEATURES = [
            "c2_ptr + row, tl.sum", SEVERAL),
     Mutant("c1 of the first part alone", t.LINEAR_BACKWARD, "c1 += load_vector(c1_ptr, of_part + row,",
            "c1 += 0 * load_vector(c1_ptr, of_part + row,", SEVERAL),
-    Mutant("shares of dscale in one place", t.LINEAR_BACKWARD, "dscale_ptr + split * H + column",
-           "dscale_ptr + column", SEVERAL),
     Mutant("tiles of rows taken by every split", t.LINEAR_BACKWARD,
            "tl.range(split, tiles_of(rows, BLOCK_ROWS), splits", "tl.range(0, tiles_of(rows, BLOCK_ROWS), splits",
            SEVERAL),

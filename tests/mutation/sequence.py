@@ -23,8 +23,6 @@ ROWS_GATHERED = [
            "return placement if True or asked <=", shared("uneven heads")),
     Mutant("dz that has been added up added up again", t.PLACEMENT, "left_out = {Kind.FEATURE: gathered,",
            "left_out = {Kind.FEATURE: set(),", GATHERED),
-    Mutant("dkernel of all rows added up again", t.PLACEMENT, "Kind.ROW: self._feature_axes(result.dims),",
-           "Kind.ROW: set(),", GATHERED),
     Mutant("the sum's cotangent left to one device of those that have rows of their own", t.PARTITIONED,
            "if a not in shared]", "if True or a not in shared]",
            (f"{t.SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-add_rms_norm_linear-one]",)),

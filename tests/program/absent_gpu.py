@@ -1,4 +1,4 @@
-"""Helpers of this rung's tests. Modules that import it are skipped if nothing compiles for an absent GPU."""
+"""Helpers of these tests. Modules that import it are skipped if nothing compiles for an absent GPU."""
 
 import importlib.util
 

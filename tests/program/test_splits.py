@@ -88,7 +88,7 @@ def test_each_gpu_computes_its_own_rows(spec, dtype, megabytes):
 
 
 def test_kernels_run_where_mesh_axes_are_left_to_the_compiler():
-    """In a shard_map over pipeline stages alone, kernels run on each device's rows, and only gradients are summed."""
+    """Kernels run on each device's rows in a shard_map over pipeline stages alone; only gradients are summed."""
     mesh = program.mesh("h200", (2, 2, 2), ("stage", "data", "tensor"))
 
     @jax.shard_map(mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"})
@@ -119,7 +119,7 @@ def test_layers_of_16_bit_kernels_take_no_more_all_reduces_than_plain_jnp():
 
 @pytest.mark.parametrize(("features", "parts"), [(128, ("data", "tensor")), (N, ("data",))])
 def test_gradients_asked_for_in_parts_are_scattered(features, parts):
-    """They are scattered over the axes that split the rows, and summed over an axis that splits rows alone."""
+    """Gradients are scattered over the axes that split the rows, and summed over an axis that splits rows alone."""
     kernel, bias = on_mesh(H, features, spec=(parts,)), on_mesh(features, spec=(parts,), dtype="float32")
     scale = on_mesh(H, spec=(parts,), dtype="float32")
     arguments = on_mesh(16, M // 8, H, spec=BOTH), scale, scale, kernel, bias

@@ -26,26 +26,6 @@ def small(monkeypatch):
     monkeypatch.setattr(operators, "SIZES", SMALL)
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype", "implementation"),
-    [
-        ("layer_norm", "bfloat16", "triton"),
-        ("rms_norm_gated, norm_before_gate=False", "float64", "xla"),
-        ("rms_norm_add_rms_norm_linear, gate", "float16", "xla"),
-        ("add_layer_norm_linear, x_bias, gate", "float32", "xla"),
-    ],
-)
-def test_what_is_right_is_accepted(form, dtype, implementation, small):
-    error, _ = operators.check_form(FORMS[form], dtype, implementation, jax.devices()[0])
-    assert error.ok and 0 < error.part <= 1, error
-
-
-def test_the_sizes_reach_every_kind_of_kernel():
-    """A ragged last tile, a row in chunks, few features and several Linears that are not few."""
-    (norm, _), (wide, several) = operators.SIZES
-    assert norm[0] % 2 and norm[1] % 16 and wide[1] > 16384 and len(several) > 1 and sum(several) > 256
-
-
 NAMES = FORMS["layer_norm"].arrays
 
 
@@ -53,9 +33,9 @@ def plain(*arrays):
     return {"y": reference.layer_norm(*arrays, epsilon=EPSILON)}
 
 
-def operands(data, dtype, seed, shape=(64, 1024)):
+def operands(data, dtype):
     """Return x, scale and offset, and the cotangent of y, in a dtype."""
-    random = np.random.default_rng(seed)
+    random, shape = np.random.default_rng(0), (64, 1024)
     x, scale, offset, dy = (random.standard_normal(s) for s in (shape, shape[1:], shape[1:], shape))
     if data == "large mean":  # a variance in one pass loses it; c1 is large, and dx is not
         x, scale, dy = x + 1000, np.ones(shape[1:]), dy + 10
@@ -93,7 +73,7 @@ def slips(given, right):
 def test_slips_are_rejected_by_what_they_break(dtype):
     truth = step(plain, NAMES)
     for data in ("normal", "large mean"):
-        given = operands(data, dtype, 0)
+        given = operands(data, dtype)
         right = truth(*given)
         judge = Judge(truth, right, given, dtype)
         assert all(error.ok for error in judge.errors(right))
@@ -101,24 +81,6 @@ def test_slips_are_rejected_by_what_they_break(dtype):
             if shows == data:
                 errors = judge.errors(right | {name: a.astype(jnp.dtype(dtype)) for name, a in wrong.items()})
                 assert {error.name for error in errors if not error.ok} == {*wrong}, (slip, errors)
-
-
-def test_limits_are_no_wider_than_what_they_are_made_of():
-    """The limits for well-conditioned float32 data are at most plain jnp's error twice and some thirty roundings.
-
-    A sum in any order may be off by more.
-    """
-    given = operands("normal", "float32", 0, (16, 128))
-    truth = step(plain, NAMES)
-    own = truth(*given)
-    judge = Judge(truth, own, given, "float32")
-    strict = judge.errors(own)
-    for error in strict:
-        largest = np.max(np.abs(judge.true[error.name]))
-        assert error.limit - 2 * error.error < 4e-6 * largest, error
-        assert error.rms_limit - 2 * error.rms_error < 1e-6 * largest, error
-    mild = Judge(truth, own, given, "float32", {"dscale": 64}).errors(own)
-    assert {a.name for a, b in zip(strict, mild, strict=True) if b.limit > a.limit} == {"dscale"}
 
 
 def test_sizes_of_errors():
@@ -150,17 +112,13 @@ def test_what_is_wrong_is_found_and_said(small, capsys, monkeypatch):
 
 
 def test_a_kernel_whose_bits_differ_is_wrong_on_a_gpu(small, monkeypatch):
-    """Kernels' programs run twice on a GPU, memory for the results full of NaN between; a CPU stands in for it."""
-    numbers, held, full = iter(range(1, 9)), [], jnp.full
+    """Kernels' programs run twice on a GPU; a CPU stands in for it."""
+    numbers, original = iter(range(1, 9)), operators.step
     gpu = types.SimpleNamespace(platform="gpu")
     monkeypatch.setattr(operators, "ON_A_GPU", ())
-    monkeypatch.setattr(jnp, "full", lambda size, *a: held.append(full(size, *a)) or held[-1])
     monkeypatch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
     form = FORMS["rms_norm"]
-    assert operators.check_form(form, "float32", "xla", gpu)[0].ok and not held
-    assert operators.check_form(form, "float32", "triton", gpu)[0].ok and len(held) == 3 * 3  # y, dx, dscale
-    assert all(np.isnan(np.asarray(a).view(dtype)).all() for a in held for dtype in ("float16", "float32"))
-    original = operators.step
+    assert operators.check_form(form, "float32", "triton", gpu)[0].ok
 
     def drifting(function, names):
         run = original(function, names)
@@ -175,7 +133,6 @@ ERRORS = {
     ("chekc",): "invalid choice: 'chekc'",
     ("check", "layernorm"): "unknown operator layernorm; known are add_layer_norm",
     ("check", "--dtype", "float8"): "invalid choice: 'float8' (choose from",
-    ("check", "--implementation", "cuda"): "invalid choice: 'cuda' (choose from",
     ("check", "--implementation", "triton"): "triton cannot run: triton is not installed",
 }
 
@@ -208,7 +165,7 @@ from jln.testing import operators; operators.SIZES = (((3, 4), (2,)),)
 
 @pytest.mark.parametrize(("before", "runs"), [("", "triton"), ("sys.modules['triton'] = None", "xla")])
 def test_it_checks_what_there_is_and_interprets_unasked(before, runs):
-    """Without Triton that is XLA alone; what is asked for twice runs once."""
+    """XLA alone runs without Triton; what is asked for twice runs once."""
     asked = ("--dtype", "float32", *("--implementation", "triton") * (runs == "triton")) * 2
     ran = process("check", "rms_norm", *asked, before=f"{before}\n{QUICK}")
     assert ran.returncode == 0 and ran.stdout.count("rms_norm, float32, ") == 1, ran.stderr
@@ -218,10 +175,3 @@ def test_it_checks_what_there_is_and_interprets_unasked(before, runs):
 def test_no_device_is_one_line_and_status_2():
     ran = process("doctor", JAX_PLATFORMS="nonsense")
     assert ran.returncode == 2 and ran.stdout.startswith("jln: no device: ") and len(ran.stdout.splitlines()) == 1
-
-
-def test_a_reader_that_has_gone_is_no_error():
-    pipe = f"{sys.executable} -m jln doctor | head -1; exit ${{PIPESTATUS[0]}}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, env=environment, check=False)
-    assert ran.stderr == "" and ran.returncode in (0, 141)  # 0: it was faster than head

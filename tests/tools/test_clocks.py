@@ -1,6 +1,5 @@
 """Tests of the benchmark's clocks: what is read from a trace, and in which order programs run."""
 
-import json
 import types
 
 import jax
@@ -12,7 +11,6 @@ pytest.importorskip("typer")
 
 import clocks
 from clocks import Run
-from workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
@@ -75,38 +73,7 @@ def test_marks_part_the_events_and_time_is_counted_once_where_kernels_overlap():
     assert clocks.busy_seconds([]) == 0.0
 
 
-def test_windows_of_a_pytorch_trace():
-    def entry(category, name, start, duration):
-        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
-
-    events = [
-        entry("user_annotation", "window", 100, 50),
-        entry("gpu_user_annotation", "window", 101, 20),
-        entry("user_annotation", "window", 10, 20),
-        entry("kernel", "chill", 5, 4),
-        entry("kernel", "second", 120, 5.5),
-        entry("gpu_memset", "first", 110, 2),
-        entry("cuda_runtime", "launch", 102, 1),
-        {"ph": "M", "name": "process_name"},
-    ]
-    text = json.dumps({"traceEvents": events})
-    assert [[e.name for e in window] for window in clocks.torch_events(text, "window")] == [[], ["first", "second"]]
-    assert clocks.busy_seconds(clocks.torch_events(text, "window")[1]) == pytest.approx(7.5e-6)
-
-
 def test_every_round_has_every_program_in_an_order_of_its_own():
     runs = [Run(name, None) for name in "abcdef"]
     rounds = np.reshape([run.name for run in clocks.shuffled(runs, 20)], (20, 6))
     assert (np.sort(rounds) == list("abcdef")).all() and len({tuple(r) for r in rounds}) > 10
-
-
-def test_pytorch_windows_are_found_in_its_trace():
-    pytest.importorskip("torch")
-    import torch_peers
-
-    workload = Workload("norm", "layer_norm", (6, 40), "small")
-    calls = torch_peers.calls(workload, torch_peers.FUNCTIONS["eager"](workload), *jax.device_put(workload.draw()))
-    runs = [Run(direction, call) for direction, call in calls.items()]
-    assert len(torch_peers._windows(clocks.shuffled(runs, 2), lambda: None)) == 2 * len(runs)
-    with pytest.raises(clocks.TraceError, match="without kernels"):  # there is no GPU
-        torch_peers.profiled(runs, 2, 2**10)

@@ -32,9 +32,9 @@ def test_doctor(capsys):
     assert {row.split(",")[0] for row in rows} == set(OPERATORS) and "layer_norm_linear, few features" in rows
 
 
-def gpu(kind="NVIDIA H200", version="cuda 13000"):
-    client = types.SimpleNamespace(platform_version=f"PJRT C API\n{version}")
-    return types.SimpleNamespace(platform="gpu", id=0, device_kind=kind, client=client)
+def gpu():
+    client = types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+    return types.SimpleNamespace(platform="gpu", id=0, device_kind="NVIDIA H200", client=client)
 
 
 def test_doctor_says_where_tiles_and_compiled_kernels_are(quick, capsys, monkeypatch, tmp_path):
@@ -48,18 +48,13 @@ def test_doctor_says_where_tiles_and_compiled_kernels_are(quick, capsys, monkeyp
     status, out = run(capsys)
     assert status == 0 and f"2 of their tiles are as measured, of {path}.\n" in out
     assert f"Compiled kernels: 1 in {tmp_path / 'kernels'}." in out
-    monkeypatch.setenv(cache.VARIABLE, "")
-    assert "Compiled kernels: not kept." in run(capsys)[1]
     monkeypatch.setenv(CHIP_VARIABLE, "h2000")
     assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys)[1]
 
 
 @pytest.mark.filterwarnings("ignore:jln runs")
 def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
-    """The doctor names the kernels of each operator on a GPU, or the reason why there are none.
-
-    Programs are lowered for CUDA as JAX would lower them, on a machine without a GPU.
-    """
+    """Programs are lowered for CUDA as JAX would lower them, on a machine without a GPU."""
     if importlib.util.find_spec("jax_triton") is None:  # its import would empty TRITON_CACHE_DIR
         pytest.skip("needs jax-triton")
     monkeypatch.setenv(CHIP_VARIABLE, "h200")
@@ -73,17 +68,6 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     assert doctor.implementations(gpu()) == {"triton": "jax_triton is not installed", "xla": None}
 
 
-def test_doctor_says_that_an_amd_gpu_runs_xla_unless_asked(quick, capsys, monkeypatch):
-    monkeypatch.setenv(CHIP_VARIABLE, "mi300x")
-    asked = 'None stays XLA until a card has measured the kernels; implementation="triton" asks for them'
-    assert asked in run(capsys)[1]
-    monkeypatch.undo()
-    monkeypatch.setenv(CHIP_VARIABLE, "mi300x")
-    monkeypatch.setattr(doctor.target, "missing", lambda platform=None: None)
-    amd = gpu("AMD Instinct MI300X", "rocm 70000")
-    assert next(iter(doctor.choices(amd))) == ("layer_norm", "xla", "-", "-")
-
-
 GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6", "jax-triton": "0.3.1", "triton": "3.9.0"}
 
 
@@ -91,10 +75,7 @@ GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6", "jax-triton": "0.
     ("versions", "count"),
     [
         ({}, 0),
-        ({"jax": "0.12.0", "jaxlib": "0.12.0"}, 0),
-        ({"jax-triton": "0.4.1"}, 0),
         ({"triton": "3.6.0", "numpy": "2.3.1"}, 0),
-        ({"triton": "3.6.0"}, 1),
         ({"jax-cuda13-plugin": "0.10.1"}, 1),
         ({"jax-cuda13-plugin": "0.10.2.dev1"}, 0),
         ({"triton": "3.6.0", "jax-cuda13-plugin": "0.10.1"}, 2),

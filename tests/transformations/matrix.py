@@ -1,7 +1,6 @@
 """The operators as functions of their arguments, and the transformations that a test can put them under."""
 
 import functools
-import itertools
 import re
 from collections import Counter
 
@@ -19,23 +18,9 @@ from catalogue import FORMS
 OPTIONAL = {name: "".join(a.name[0] for a in o.arguments if a.optional) for name, o in FORMS.items()}
 
 
-def _sets(name):
-    """The sets of optional arguments to try; for a form with extras each with all of them.
-
-    Of norms on both sides with Linears: none of them, all, and all but one.
-    """
-    form = FORMS[name]
-    extras = "".join(extra[0] for extra in form.given_extras)
-    chosen, rest = (extras, OPTIONAL[name].removesuffix(extras)) if extras else (OPTIONAL[name], "")
-    numbers = [*range(bool(extras), len(chosen) + 1)]
-    if form.both_sides and form.is_linear and not extras:
-        numbers = [0, *numbers[-2:]]
-    for n in numbers:
-        for given in itertools.combinations(chosen, n):
-            yield rest + "".join(given)
-
-
-CASES = [(name, given) for name in OPTIONAL for given in _sets(name)]
+# With all optional arguments, and with none but those of the form.
+CASES = list(OPTIONAL.items())
+CASES += [(name, "") for name, o in FORMS.items() if OPTIONAL[name] and not o.given_extras]
 ROWS, H = (4, 2), 8  # What a mesh of 4x2 divides.
 
 
@@ -123,29 +108,23 @@ def along(f, a):
     return lambda *v: sum(jnp.vdot(g, d) for g, d in zip(gradient(f, a)(*v), directions(a), strict=True))
 
 
-def layers(f, a, wrap=lambda body: body, wanted=None):
-    """Gradients of all arguments, or of those wanted, of three layers with stacked parameters; x is carried."""
+save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
+
+
+def layers(f, a):
+    """Gradients of three layers with stacked parameters under `scan(checkpoint)`; x is carried."""
 
     def network(x, *rest):
+        @functools.partial(jax.checkpoint, policy=save_statistics)
         def layer(x, parameters):
             return x + first(f)(jnp.sin(x), *parameters), None
 
-        return jnp.sum(jnp.sin(jax.lax.scan(wrap(layer), x, tuple(rest), length=3)[0]))
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, x, tuple(rest), length=3)[0]))
 
     stacked = [a[0], *examples(a[1:])]
-    return jax.grad(network, wanted or every(stacked))(*stacked)
+    return jax.grad(network, every(stacked))(*stacked)
 
 
-def hvp_of_layers(f, a):
-    return jax.jvp(lambda x: layers(f, [x, *a[1:]], jax.checkpoint), (a[0],), (directions(a)[0],))
-
-
-def checkpointed(f, a):
-    twice = jax.checkpoint(lambda x, *rest: first(f)(first(f)(jnp.sin(x), *rest), *rest))
-    return jax.grad(lambda *v: jnp.sum(jnp.sin(twice(*v))), every(a))(*a)
-
-
-save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
 # From the arguments to the places of those of which each example of a vmap has its own, each with that of its axis.
 OF_EXAMPLES = {
     "x": lambda a: {0: 0},
@@ -185,24 +164,14 @@ def one_row(a):
     return tuple(v[:1, :1] if v.shape == a[0].shape else v for v in a)
 
 
-def odd_axes(f, a):
-    """An axis of examples in front of x, and at the end of all else."""
-    front, last = jnp.stack([a[0], 2 * a[0]]), [jnp.stack([v, v + 1], -1) for v in a[1:]]
-    return jax.vmap(f, [0, *[-1] * len(last)], out_axes=-1)(front, *last)
-
-
 REVERSE = {
     "value_and_grad": lambda f, a: jax.value_and_grad(loss(f), every(a))(*a),
     "vmap": lambda f, a: jax.vmap(f)(*examples(a)),
-    "vmap, odd axes": odd_axes,
     "vmap(vmap(grad))": nested_vmap,
     **{f"vmap(grad), over {which}": over(which, vmap_of_gradient) for which in OF_EXAMPLES},
     **{f"grad(vmap), over {which}": over(which, gradient_of_vmap) for which in OF_EXAMPLES},
-    "checkpoint": checkpointed,
-    "scan(checkpoint)": lambda f, a: layers(f, a, lambda b: jax.checkpoint(b, policy=save_statistics)),
-    "cond": lambda f, a: jax.lax.cond(a[0][0, 0, 0] > 9, lambda *v: tuple(v), gradient(f, a), *a),
+    "scan(checkpoint)": layers,
     "grad(grad)": lambda f, a: jax.grad(along(f, a), every(a))(*a),
-    "hvp(scan(checkpoint))": hvp_of_layers,
     "hessian": lambda f, a: jax.hessian(loss(f), every(a))(*one_row(a)),
 }
 
@@ -211,7 +180,6 @@ FORWARD = {
     "jvp, of x alone": lambda f, a: jax.jvp(lambda x: f(x, *a[1:]), a[:1], directions(a)[:1]),
     "jvp, of the last alone": lambda f, a: jax.jvp(lambda v: f(*a[:-1], v), a[-1:], directions(a)[-1:]),
     "linearize": lambda f, a: jax.linearize(f, *a)[1](*directions(a)),
-    "jacfwd": lambda f, a: jax.jacfwd(f, every(a))(*one_row(a)),
     "jvp(vmap)": lambda f, a: jax.jvp(jax.vmap(f), examples(a), examples(directions(a))),
     "jvp(jvp)": lambda f, a: jax.jvp(lambda *v: jax.jvp(f, v, directions(a))[1], a, directions(a)),
     "grad(jvp)": lambda f, a: jax.grad(lambda *v: loss(lambda *w: jax.jvp(f, w, directions(a))[1])(*v), every(a))(*a),

@@ -144,17 +144,10 @@ NESTED = {
     "rows behind H": ((ROW, ((3, None, None), 3)), None),
     "scales of the same rows": ((((None, 0, 0),), ROW), None),
 }
-TRANSFORMED = {
-    "grad": all_gradients,
-    "jit inside": lambda f: all_gradients(jax.jit(f)),
-    "checkpoint": lambda f: all_gradients(jax.checkpoint(f)),
-    "jvp of grad": lambda f: lambda *a: jax.jvp(all_gradients(f), a, tuple(map(jnp.cos, a))),
-    "vmap of grad": lambda f: lambda x, *p: jax.vmap(all_gradients(f), *ROW)(jnp.stack([x, x**2]), *p),
-}
 
 
-def nested(name, transform):
-    """The transformed LayerNorm of a module, with options, under the vmaps of the name; and its arrays."""
+def nested(name):
+    """The value and gradients of a module's LayerNorm, with options, under the vmaps of the name; and its arrays."""
     vmaps, shapes = NESTED[name][0], [[12, H], [H], [H]]
     for (places, *_), size in zip(vmaps, (2, 4, 5), strict=False):
         for shape, axis in zip(shapes, places, strict=True):
@@ -163,30 +156,24 @@ def nested(name, transform):
     arrays = tuple(workbench.normal(i, tuple(shape), "float64") for i, shape in enumerate(shapes))
 
     def f(module, **options):
-        return transform(under(functools.partial(module.layer_norm, **options), vmaps))
+        return all_gradients(under(functools.partial(module.layer_norm, **options), vmaps))
 
     return f, arrays
 
 
-# By one call, and by plain jnp.
-OF_NESTED = [(name, "grad") for name in NESTED] + [
-    (name, how) for name in ("heads of groups", "scales of the same rows") for how in TRANSFORMED if how != "grad"
-]
-
-
-@pytest.mark.parametrize(("name", "how"), OF_NESTED)
-def test_nested(name, how, implementation):
-    """Values and derivatives under several vmaps, transformed.
+@pytest.mark.parametrize("name", NESTED)
+def test_nested(name, implementation):
+    """Values and gradients under several vmaps.
 
     One backward call adds up over examples: no gradient of a parameter has an axis that the parameter has not.
     """
-    f, arrays = nested(name, TRANSFORMED[how])
+    f, arrays = nested(name)
     if name == "rows behind H" and implementation == "triton":
         with pytest.raises(ValueError, match=BEHIND_ROWS):
             f(jln, implementation=implementation)(*arrays)
         return
     compare(f(jln, implementation=implementation), f(jln.reference), *arrays)
-    if how == "grad" and name != "scales of the same rows":
+    if name != "scales of the same rows":
         found, gradients = operations(f(jln), *arrays), NESTED[name][1]
         assert [o for o in found if o[0].endswith("backward")] == [("jln_norm_backward", 0, gradients)] * bool(
             gradients
@@ -231,17 +218,6 @@ def test_gradients_of_each_example(places, axis, implementation):
     compare(step(jln, implementation=implementation), step(jln.reference), *arrays)
 
 
-@pytest.mark.parametrize(
-    ("axes", "by"), [((0, None), "None"), ((None, 0), "None"), ((1, None), "xla"), ((2, 0), "xla")]
-)
-def test_examples_behind_rows_are_read_by_xla(axes, by):
-    """A vmap around a derivative has kernels only where the rows' examples are in front of them."""
-    places = (axes[0] or 0, *axes)
-    dy, *given = with_examples((jnp.ones((4, H)), jnp.ones((4, H)), jnp.ones(H)), places)
-    text = str(jax.make_jaxpr(jax.vmap(lambda dy, *a: jax.vjp(jln.rms_norm, *a)[1](dy), places))(dy, *given))
-    assert re.findall(r"jln_norm_\w+\[.*?implementation=(\w+)", text, re.S) == [by] * 2
-
-
 @pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 @pytest.mark.parametrize("scale", [(2, 1, 1, H), (2, 1, 5, H), (1, 4, 1, H)], ids=str)
@@ -256,38 +232,6 @@ def test_examples_beside_groups(scale, place, around):
         return all_gradients(jax.vmap(module.layer_norm, (place, None, None), place))
 
     compare(step(jln), step(jln.reference), x, scale, offset)
-
-
-@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
-def test_a_gate_of_rows_that_examples_share(around, implementation):
-    arrays = [workbench.normal(i, s, "float64") for i, s in enumerate([(4, H), (4, H), (H,), (4, 1)])]
-    arrays = with_examples(arrays, places := (0, 0, 0, None))
-
-    def step(module, **how):
-        def gated(x, residual, scale, gate):
-            return module.add_rms_norm(x, residual, scale, gate=gate, **how)
-
-        return jax.vmap(all_gradients(gated), places) if around else all_gradients(jax.vmap(gated, places))
-
-    compare(step(jln, implementation=implementation), step(jln.reference), *arrays)
-
-
-@pytest.mark.parametrize("name", ["heads of groups", "rows behind H", "scales of the same rows"])
-def test_forward_mode_names_what_to_do(name):
-    """Forward mode of one call of reverse mode raises; it is right by plain jnp, and with `forward_mode`."""
-
-    def transform(f):
-        return lambda *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))
-
-    f, arrays = nested(name, transform)
-    true = f(jln.reference)(*arrays)
-    for step in (f(jln), jax.jit(f(jln)), jax.vmap(f(jln), in_axes=None, out_axes=None, axis_size=2)):
-        if name == "rows behind H":
-            chex.assert_trees_all_close(step(*arrays), true, **CLOSE)
-        else:
-            with pytest.raises(TypeError, match="forward-mode autodiff" if "same" in name else "forward_mode=True"):
-                step(*arrays)
-    chex.assert_trees_all_close(f(jln, forward_mode=True)(*arrays), true, **CLOSE)
 
 
 @pytest.mark.parametrize("axes", [(0, 0, None), (0, None, None)], ids=["one call", "plain"])

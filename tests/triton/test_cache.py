@@ -68,7 +68,7 @@ def test_folder_is_named_or_in_the_users_cache(case, monkeypatch):
 
 @pytest.mark.parametrize("named", [None, "~/kernels", "~nobody-of-this-name/kernels", ""])
 def test_where_there_is_no_folder_nothing_is_kept(named, monkeypatch, tmp_path):
-    """It is switched off, or the system does not know the user, as in a container: none is in the current folder."""
+    """A cache is switched off, or the system does not know the user: none is in the current folder."""
 
     def unknown(user):
         raise KeyError(user)
@@ -169,7 +169,7 @@ def test_of_many_entries_the_latest_stay(folder, monkeypatch):
 
 
 def test_what_a_killed_process_leaves_is_removed_in_its_turn(folder, monkeypatch):
-    """What cannot be removed, here a folder, keeps no entry out."""
+    """Files that cannot be removed, here a folder, keeps no entry out."""
     monkeypatch.setattr(cache, "LIMIT", 3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_, **__: None)  # the process ends here
@@ -219,7 +219,7 @@ def test_entry_that_others_may_write_is_not_taken_but_replaced(rights, folder):
 
 
 def test_entry_of_another_user_is_not_taken_but_replaced(folder, belongs):
-    """In a folder of all, each takes the entries that are its own."""
+    """Users of a folder of all take the entries that are its own."""
     folder.mkdir(parents=True)
     folder.chmod(0o1777)
     cache.store(KEY, ENTRY)
