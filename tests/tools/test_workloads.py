@@ -24,7 +24,10 @@ def test_the_catalogue_lists_every_operator_with_its_arrays():
             assert (*arrays,) == (*operator.names, *operator.extras) and given["epsilon"].default == EPSILON
 
 
-@pytest.mark.parametrize("name", ALL)
+KINDS = {(w.operator, w.extras, w.of_examples, len(w.all_features), w.directions): n for n, w in ALL.items()}
+
+
+@pytest.mark.parametrize("name", KINDS.values())
 def test_workloads_trace_and_return_what_they_say(name):
     w = ALL[name]
     f = w.function(jln)

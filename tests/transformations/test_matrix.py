@@ -107,7 +107,8 @@ def test_without_forward_mode_the_error_names_it(name):
     def f(x):
         return first(function)(x, *rest)
 
-    for differentiate in (jax.jvp, lambda f, v, t: jax.jvp(jax.jit(f), v, t), lambda f, v, _: jax.linearize(f, *v)):
+    linearized = lambda f, v, t: jax.linearize(f, *v)[1](*t)  # noqa: E731
+    for differentiate in (jax.jvp, lambda f, v, t: jax.jvp(jax.jit(f), v, t), linearized):
         with pytest.raises(TypeError, match="forward_mode=True"):
             differentiate(f, (x,), (x,))
 
