@@ -105,7 +105,7 @@ tests() { # NAME FILE...: what passed in an earlier call is left out
     local to=$state/tests-$name-$(date +%s) passed=$state/tests-$name.passed
     [[ -z $cpu ]] || n=1
     # The junit file is written at the end alone, so what is cut off is interrupted first.
-    PASSED=$passed PYTHONPATH=$PYTHONPATH:$root/benchmarks XLA_FLAGS=$(flags) JLN_EXAMPLES=10 timeout --foreground --signal=INT --kill-after=12 $((STAGE_SECONDS - 15)) \
+    PASSED=$passed PYTHONPATH=$PYTHONPATH:$root/benchmarks XLA_FLAGS=$(flags) timeout --foreground --signal=INT --kill-after=12 $((STAGE_SECONDS - 15)) \
         "$python" -m pytest -v -rfE -p passed -p no:cacheprovider -W default --continue-on-collection-errors --junitxml="$to.xml" --tb=short -n $((n > 14 ? 14 : n)) --dist worksteal "$@" >"$to.log" 2>&1
     status=$?; tail -n 30 "$to.log"
     sed -n 's/^.* PASSED \(.*::.*[^ ]\) *$/\1/p' "$to.log" >>"$passed"

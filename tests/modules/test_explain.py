@@ -1,5 +1,6 @@
 """Tests of `jln.explain`."""
 
+import gc
 import subprocess
 import sys
 
@@ -151,3 +152,17 @@ print(*jln.explain(flax.nnx.bridge.to_linen(jln.nnx.RMSNormLinear, 8, 3), x))
 def test_unknown_attribute():
     with pytest.raises(AttributeError, match="no attribute 'pytorch'"):
         jln.pytorch  # noqa: B018
+
+
+def test_questions_keep_nothing():
+    """Calls of `explain` keep no objects, though JAX keeps what it has traced for as long as the process lives."""
+    function, x = network(), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+
+    def held_after(questions):
+        for _ in range(questions):
+            jln.explain(function, x)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = held_after(3)
+    assert held_after(30) - before < 30  # fewer than one object for each call

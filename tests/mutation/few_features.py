@@ -19,11 +19,6 @@ def left(what: str) -> tuple[str, ...]:
 FEW_FEATURES = [
     Mutant("a part's c2 behind the first part's rows", t.LINEAR_BACKWARD, "c2_ptr + of_part + row, tl.sum",
            "c2_ptr + row, tl.sum", SEVERAL),
-    Mutant("c1 of the first part alone", t.LINEAR_BACKWARD, "c1 += load_vector(c1_ptr, of_part + row,",
-           "c1 += 0 * load_vector(c1_ptr, of_part + row,", SEVERAL),
-    Mutant("tiles of rows taken by every split", t.LINEAR_BACKWARD,
-           "tl.range(split, tiles_of(rows, BLOCK_ROWS), splits", "tl.range(0, tiles_of(rows, BLOCK_ROWS), splits",
-           SEVERAL),
     Mutant("dscale of a program's last tile", t.LINEAR_BACKWARD, "tl.fma(dz, x_hat, dscale)", "dz * x_hat", MANY),
     Mutant("dkernel alone without the offset", t.LINEAR_LAUNCH,
            "needs_dbias = dbias or dtypes.offset or (dkernel and operands.offset is not None)",

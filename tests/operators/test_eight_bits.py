@@ -54,6 +54,18 @@ def check(got, y):
         np.testing.assert_allclose(got.amax, np.max(np.abs(y)), rtol=2e-6)
 
 
+def test_of_a_quantisation_by_jax_itself():
+    """Blocks have the bits and scales that `jax.nn.scaled_dot_general` makes of the same numbers in float32."""
+    from jax._src.cudnn.scaled_matmul_stablehlo import quantize
+
+    x = workbench.normal(0, (64, 256), "float32") * jnp.exp2(jnp.arange(64, dtype="float32") - 32)[:, None]
+    y = jln.layer_norm(x, x[0])
+    values, scales = quantize(y[None], jax.nn.get_scaled_dot_general_config("mxfp8"))
+    got = jln.layer_norm(x, x[0], quantize=jln.MXFloat8())
+    np.testing.assert_array_equal(np.asarray(got.values).view("u1"), np.asarray(values[0]).view("u1"))
+    np.testing.assert_array_equal(np.asarray(got.scale).view("u1"), np.asarray(scales[0]).view("u1"))
+
+
 def operands(name, shape, dtype, parameter_dtype=None):
     """The operands of a form, in the order of its names."""
     arrays = [a.of(sizes(shape, -1, ()), dtype, parameter_dtype or dtype) for a in FORMS[name].arguments]

@@ -110,3 +110,16 @@ ONE_ALONE = {
         x.astype("float16"), None, None, jnp.ones((H, H), "float16"), a[0], forward_mode=True
     ),
 }
+
+
+@pytest.mark.parametrize("name", ONE_ALONE)
+def test_the_gradient_alone_of_what_examples_share_is_added_up_wide(name):
+    """A float32 operand has the float32 sum of float16 cotangents, in a function made for forward mode too."""
+    x, a = workbench.normal(0, (EXAMPLES, ROWS, H), "float32"), workbench.normal(1, (ROWS, H), "float32")
+    cotangent = workbench.normal(2, (EXAMPLES, ROWS, H), "float16")
+    _, transposed = jax.vjp(lambda a: jax.vmap(lambda x: ONE_ALONE[name](x, a))(x), a)
+    (got,) = jax.jit(transposed)(cotangent)
+    true = np.asarray(cotangent, "float64").sum(0)
+    if name != "layer_norm_add":
+        true, got = true.sum(0), got[0]
+    assert relative_error(got, true) < 1e-6

@@ -17,7 +17,7 @@ from jln.testing.operators import DTYPES
 # The package's files, as their messages tell what to type, too.
 MESSAGES = {str(p.relative_to(ROOT)): p.read_text() for p in sorted((ROOT / "jln").rglob("*.py"))}
 PROGRAMS = ("python", "pytest", "pip", "bash", "export", "source ", "benchmarks/", "JLN_", "JAX_", "TRITON_")
-PYTEST = {"-n0", "-s", "--durations=25", "--ignore", "--dist", "worksteal"}
+PYTEST = {"-n0", "-s"}
 MARKS = {"heavy", "combination", "and", "not", "or"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 # Other packages that a message may tell to install by their names.

@@ -1,4 +1,4 @@
-"""Rung 4: the call that XLA is given for a kernel, what the kernel depends on, and that all dtypes lower."""
+"""Tests: the call that XLA is given for a kernel, what the kernel depends on, and that all dtypes lower."""
 
 import collections
 import concurrent.futures

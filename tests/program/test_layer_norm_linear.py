@@ -1,4 +1,4 @@
-"""Rung 4: kernels that norms with Linears launch on an H200 and bytes that they move, both ways; -s prints them."""
+"""Tests: kernels that norms with Linears launch on an H200 and bytes that they move, both ways; -s prints them."""
 
 import functools
 

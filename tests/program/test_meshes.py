@@ -1,4 +1,4 @@
-"""Rung 4: what steps on meshes of 8 and 256 GPUs communicate, as committed, and that of an example."""
+"""Tests: what steps on meshes of 8 and 256 GPUs communicate, as committed, and that of an example."""
 
 import dataclasses
 import pathlib

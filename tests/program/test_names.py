@@ -1,4 +1,4 @@
-"""Rung 4: a program has the same text in every process, and another where its kernels are others."""
+"""Tests: a program has the same text in every process, and another where its kernels are others."""
 
 import json
 import os

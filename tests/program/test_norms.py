@@ -1,4 +1,4 @@
-"""Rung 4: kernels that the compiled step of each norm launches on an H200, and bytes that it moves; -s prints them."""
+"""Tests: kernels that the compiled step of each norm launches on an H200, and bytes that it moves; -s prints them."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ in_forward_mode = functools.partial(jln.layer_norm, forward_mode=True)
 gate_first = functools.partial(jln.rms_norm_gated, norm_before_gate=False)
 half_gated = functools.partial(jln.add_layer_norm, gate=0.5)
 
-X, EACH, OWN, ROW = struct(4, 2048, 4096), struct(4, 1, 4096), struct(4, 4096), struct(4096)
+X, OWN, ROW = struct(4, 2048, 4096), struct(4, 4096), struct(4096)
 LONG, LONG32 = struct(2048, 16384), struct(1024, 32768, dtype="float32")
 HEADS, GROUPS, GROUP = struct(4, 2048, 32, 128), struct(4, 2048, 8, 512), struct(1, 1, 8, 512)
 MANY, OF_MANY = struct(256, 256, 512), struct(256, 1, 512)

@@ -1,4 +1,4 @@
-"""Rung 4: reports of programs whose kernels and bytes are known by hand."""
+"""Tests: reports of programs whose kernels and bytes are known by hand."""
 
 from __future__ import annotations
 

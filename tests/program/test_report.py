@@ -1,4 +1,4 @@
-"""Rung 4: `benchmarks/report.py`, the programs that it counts, those that it skips, and what it calls a fault."""
+"""Tests: `benchmarks/report.py`, the programs that it counts, those that it skips, and what it calls a fault."""
 
 import dataclasses
 import json

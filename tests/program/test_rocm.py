@@ -1,4 +1,4 @@
-"""Rung 4 for AMD: programs lowered for ROCm beside CUDA's, whose plugin stands in for the call that writes launches."""
+"""Tests for AMD: programs lowered for ROCm beside CUDA's, whose plugin stands in for the call that writes launches."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Rung 4: kernels launched and bytes communicated where arrays are split, on eight H200s."""
+"""Tests: kernels launched and bytes communicated where arrays are split, on eight H200s."""
 
 import functools
 

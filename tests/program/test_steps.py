@@ -1,4 +1,4 @@
-"""Rung 4: whole steps of the zoo's models, fused: what they move, hold and make again."""
+"""Tests: whole steps of the zoo's models, fused: what they move, hold and make again."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Rung 3 of Linears: launches of every tile are compiled, fit the chip, hardly spill, and on an H200 use wgmma."""
+"""Tests of Linears: launches of every tile are compiled, fit the chip, hardly spill, and on an H200 use wgmma."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rung 3: launches of norms are compiled for sm_80, sm_89, sm_90 and sm_100, fit the chip and hardly spill.
+"""Tests: launches of norms are compiled for sm_80, sm_89, sm_90 and sm_100, fit the chip and hardly spill.
 
 Compiling needs a process without TRITON_INTERPRET, so a worker does it; nothing here needs a GPU. What is not heavy
 has one of every kind of tile, of every kind of norm.

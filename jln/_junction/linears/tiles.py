@@ -74,7 +74,7 @@ def features(n: int) -> int:
 
 # Older versions of Triton leave out fences. 3.6.0 and 3.7.0 have none between the store of a tile to shared memory and
 # the wgmma (sm_90) or tcgen05.mma (sm_100) that reads it in the fused forward, nor for sm_90 in one of two places of
-# the backward in 16 bits. 3.7.1, 3.8.0 and 3.9.0 have all (`test_products_wait_for_what_is_stored_to_shared_memory`).
+# the backward in 16 bits. 3.7.1, 3.8.0 and 3.9.0 have all (`tests/triton/test_compiled_linears.py`).
 FENCED_TRITON = (3, 7, 1)
 
 
