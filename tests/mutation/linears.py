@@ -47,7 +47,7 @@ LINEARS = [
            "x = load_total(a._replace(gate=None), base,", GATED_AGAIN),
     Mutant("a row's statistics of a part of it", t.NORM_LAUNCH,
            "if norm.remat and plan is not None and plan.sums is not None:", "if False:",
-           (f"{AGAIN}[triton-add_rms_norm_linear, x_bias and gate-(2, 20000)-300-float32]",)),
+           (f"{AGAIN}[triton-add_rms_norm_linear, x_bias and gate-(2, 16500)-260-float32]",)),
     Mutant("a total made again of x alone", t.XLA_GRADIENTS, 'if operands.residual is not None and "total" in reads:',
            "if False:", (f"{AGAIN}[xla-add_rms_norm_linear-(37, 256)-300-bfloat16]",)),
     Mutant("the sum not rounded before it is normed, fused", t.LINEAR, "x = total.to(COMPUTE)", "pass", t.FUSED_SUM),
