@@ -17,7 +17,7 @@ What was decided by it:
 - Forward alone is the other way round: XLA makes one kernel of the norm and the rotation, 135 MB where our norm and
   XLA's rotation move 269, though it issues for as long as memory takes. No lowering rule sees what stands behind a
   norm; who only infers says `implementation="xla"`. (In training XLA's forward before our backward, which would add up
-  rstd again, would move 542 MB and not 609, and issue some 63 us and not 46: too near to choose without a clock.)
+  rstd again, would move 542 MB and not 609, and issue more: too near to choose without a clock.)
 - The rotation stays outside of our kernels. One that did both would leave out 269 MB of a step's 609, 56 us, where the
   products of such a layer take 10 ms at an H200's peak; and it would have to know each model's halves or pairs, the
   part of a head that is rotated, positions, and the layout for what reads it.
