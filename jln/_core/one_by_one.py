@@ -30,9 +30,7 @@ def right_on_cpu(compute: Callable[..., Any]) -> Callable[..., Any]:
 def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return `compute(operands, settings, dtypes, batch_dims)` in a loop over vmap's axes that an operand is shared on.
 
-    On these axes, the first `batch_dims` of all operands, a shared operand has size 1, and results have the batch's. A
-    lone operand, of which only sums are wanted, is looped over, too: XLA would make one sum of its sum and JAX's over
-    the examples, and get that wrong if the operand is the broadcast of a number.
+    On these axes, the first `batch_dims` of all operands, a shared operand has size 1, and results have the batch's.
     `compute` may take `gathered`, pairs of an axis and what it is gathered over.
     """
 
@@ -40,8 +38,7 @@ def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
     def call(operands: Any, settings: Any, dtypes: Any, batch_dims: int, **how: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
         sizes = {a.shape[:batch_dims] for a in leaves}
-        are_alike = len(sizes) == 1 and (len(leaves) > 1 or not batch_dims)
-        if are_alike or any(0 in size for size in sizes):  # or there are no examples
+        if len(sizes) == 1 or any(0 in size for size in sizes):  # alike, or without examples
             return compute(operands, settings, dtypes, batch_dims, **how)
         if "gathered" in how:
             how = how | {"gathered": tuple((axis - 1, over) for axis, over in how["gathered"])}

@@ -80,7 +80,8 @@ def backward(
         total = Product(total, operands.x_z)
 
     if dtypes.offset is not None:
-        dy, total = fence((dy, total))
+        if total is not None:  # one loop needs no fence, behind which XLA would not see that dy repeats a number
+            dy, total = fence((dy, total))
         # total is not read, and so may be absent: a float64 offset's gradient is added up in float64 all the same.
         gradients["offset"] = sum_over_rows(wide(dy, jnp.promote_types(dtype, dtypes.offset)))  # (5)
     if any(d is not None for d in dtypes._replace(offset=None)):

@@ -174,17 +174,11 @@ def test_nothing_is_kept_from_an_earlier_check():
     def reference(x):
         return by["reference"] * x * x
 
-    for changed, ok in (
-        ({}, True),
-        ({"rule": 1.5}, False),
-        ({"value": 3.0, "rule": 3.0}, False),
-        ({"reference": 3.0}, True),
-    ):
+    changes = {}, {"rule": 1.5}, {"value": 3.0, "rule": 3.0}, {"reference": 3.0}
+    for changed, ok in zip(changes, (True, False, False, True), strict=True):
         by |= changed
-        assert [check(scaled, (X,), reference=reference).ok for check in (testing.check_vjp, testing.check_hvp)] == [
-            ok,
-            ok,
-        ]
+        for check in (testing.check_vjp, testing.check_hvp):
+            assert check(scaled, (X,), reference=reference).ok == ok
 
 
 def test_a_wrong_result_is_wrong_even_with_the_right_gradient():

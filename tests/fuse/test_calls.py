@@ -68,10 +68,12 @@ def test_weak_types_stay():
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_donated_buffers():
-    step = lambda f: jax.jit(lambda s, x: s - jax.grad(lambda s: jnp.sum(jnp.sin(f(x, s))))(s), donate_argnums=0)  # noqa: E731
-    given = [jnp.array(S) for _ in range(2)]
-    inner = jax.jit(layer, donate_argnums=0)
-    wanted, got = (step(f)(s, jnp.array(X)) for f, s in zip((layer, jln.fuse(inner)), given, strict=True))
+    def step(f):
+        changed = lambda s, x: s - jax.grad(lambda s: jnp.sum(jnp.sin(f(x, s))))(s)  # noqa: E731
+        return jax.jit(changed, donate_argnums=0)
+
+    given, functions = [jnp.array(S) for _ in range(2)], (layer, jln.fuse(jax.jit(layer, donate_argnums=0)))
+    wanted, got = (step(f)(s, jnp.array(X)) for f, s in zip(functions, given, strict=True))
     assert apart(got, wanted) <= 1e-11
     assert all(a.is_deleted() for a in given)
 

@@ -209,3 +209,16 @@ def test_effects_keep_their_order_and_number(transform):
     (wanted, a), (got, b) = results
     assert got == wanted and len(got) == 3
     assert apart(b, a) <= 1e-11
+
+
+def test_references_are_read_and_written_in_order():
+    def loss(x, r, s):
+        scale, total = jax.new_ref(s), r + x
+        scale[...] *= jnp.max(total)
+        y = layer(total, scale[...])
+        scale[...] = jnp.zeros_like(s)
+        lax.fori_loop(0, 3, lambda i, _: scale.__setitem__(..., scale[...] + layer(total, s)[0, 0, 0]), None)
+        return jnp.sum(jnp.sin(y * scale[...] + total))
+
+    assert operators(loss, X, R, S) == {"layer_norm": 2}
+    assert apart(jax.jit(jln.fuse(loss))(X, R, S), jax.jit(loss)(X, R, S)) <= 1e-11

@@ -13,6 +13,7 @@ import pytest
 import jln
 from counted import found, held
 from proof import equations
+from zoo import sharding
 from zoo.models import MODELS, functional
 
 # What `jln.fuse` must find in each model of two layers (of the ViT's and AlphaFold's scans in one body): norms of the
@@ -57,9 +58,9 @@ def drawn(tree):
     return jax.tree.map(lambda a: jnp.asarray((0.3 if a.ndim == 1 else 0.2) * r.normal(size=a.shape), a.dtype), tree)
 
 
-def gradients(model, *functions):
+def gradients(model, *functions, places=None):
     """Return what the functions make of a model's parameters and x, in one program: a result and gradients for each."""
-    parameters, x = drawn((model.parameters, model.x))
+    parameters, x = jax.device_put(drawn((model.parameters, model.x)), places)
     weight = drawn(jax.eval_shape(model.function, parameters, x))
 
     def of(function):
@@ -77,7 +78,24 @@ def test_outputs_and_gradients_are_the_originals(name):
     layers = 2 if name == "Llama, checkpointed" else 1
     model = functional(MODELS[name], **SMALL | FLOAT64 | {"layers": layers})
     fused = [jln.fuse(model.function, linears=linears) for linears in (False, True)[: 1 + (name in LINEARS)]]
-    wanted, *all_of_them = gradients(model, model.function, *fused)
+    assert_equal(*gradients(model, model.function, *fused))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+@pytest.mark.parametrize("by_tokens", [False, True], ids=["tensors", "sequences"])
+def test_on_a_mesh(by_tokens):
+    """A model that is sharded as trainers shard it has the original's numbers."""
+    mesh = jax.make_mesh((2, 2, 2), sharding.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    model = functional(MODELS["Llama"], **SMALL | FLOAT64 | {"batch": 4})
+    stream = jax.sharding.NamedSharding(mesh, sharding.stream_spec(by_tokens))
+    fused = [jln.fuse(model.function, linears=linears) for linears in (False, True)]
+    with sharding.on(mesh, by_tokens):
+        places = sharding.shardings(model.parameters, mesh), stream
+        assert_equal(*gradients(model, model.function, *fused, places=places))
+
+
+def assert_equal(wanted, *all_of_them):
+    """Assert that results are what is wanted, but for roundings, and that all of it says something."""
     greatest = max(np.abs(a).max() for a in jax.tree.leaves(wanted))
     for own in all_of_them:
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(own), jax.tree.leaves(wanted), strict=True):

@@ -20,6 +20,7 @@ H = (
 )  # fmt: skip
 ROWS = (1, 1, 2, 2, 3, 3, 4, 5, 8, 17, *(32,) * 4, 33, 48, 64)
 FEATURES = ((1,), (2,), (3,), (8,), (16,), (17,), (32,), (4, 3), (130,))
+ELEMENTS, BY_KERNELS = 2**16, 2**12  # the most that x has, over all levels; and by Triton's interpreter
 SPREADS = ((0.0, 1.0), (1.0, 1.0), (100.0, 1.0), (0.0, 0.01), (0.0, 30.0))  # of rows: mean and standard deviation
 WIDE, FLOAT32, NARROW = "float64", "float32", ("bfloat16", "float16")
 POLICIES = ("everything_again", "statistics", "dots", "jln.dots_saveable", "jln.dots_and_statistics_saveable")
@@ -45,13 +46,7 @@ def in_eight_bits(case: Case) -> Case:
 
 
 class Draw:
-    """A draw of the case of a seed: of sizes that a CPU computes. A subclass may have others.
-
-    largest: the most elements that x has, over all levels; of a case by Triton's interpreter.
-    """
-
-    h, rows, features = H, ROWS, FEATURES
-    largest, largest_by_kernels = 2**16, 2**12
+    """A draw of the case of a seed: of sizes that a CPU computes."""
 
     def __init__(self, seed: int):
         self.seed, self.r, self.usual = seed, random.Random(seed), False
@@ -73,13 +68,13 @@ class Draw:
             for _ in range(r.choices((0, 1, 2, 3), (0 if self.usual else 5, 10, 5, 1))[0])
         )
         outer = r.choice((0, 0, *range(len(levels) + 1))) if asks in ("gradient", "second") else 0
-        largest = (self.largest_by_kernels if by_kernels else self.largest) // math.prod(level.size for level in levels)
+        largest = (BY_KERNELS if by_kernels else ELEMENTS) // math.prod(level.size for level in levels)
         shape, axes = self.shape_and_axes(form, largest)
         normalised = tuple(shape[a % len(shape)] for a in axes)
         dtypes = self.dtypes(form, asks)
 
         several = r.choice((2, 3)) if form.is_linear and self.chance(0.25) else 0
-        some = self.features[:-1] if several or by_kernels else self.features
+        some = FEATURES[:-1] if several or by_kernels else FEATURES
         features = [r.choice(some) for _ in range(several or 1)]
         shapes, number = {}, None
         for a in form.arguments:
@@ -137,7 +132,7 @@ class Draw:
         if not form.is_linear and self.chance(0.4):
             axes = tuple(r.sample(range(ndim), min(ndim, r.choice((1, 1, 2)))))
         normalised = [a % ndim for a in axes]
-        shape = [r.choice(self.h if i in normalised else self.rows) for i in range(ndim)]
+        shape = [r.choice(H if i in normalised else ROWS) for i in range(ndim)]
         if len(axes) == 2:
             shape[normalised[1]] = r.choice((1, 2, 3, 8, 16))
         while math.prod(shape) > largest:

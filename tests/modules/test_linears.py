@@ -139,10 +139,8 @@ def test_stacked_layers_in_a_scan(framework, stacked):
     of, x, features = FRAMEWORKS[framework], normal(0, (4, 8), "float32"), {"b": 8, "a": 8}
     boxed = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
     given = {"kernel_init": boxed} if framework == "linen" else {}
-    (variables, wanted), (own, got) = (
-        stacked(library, made(framework, "RMSNorm", features, **given), x)
-        for library, made in ((of.theirs, made_apart), (of.ours, made_together))
-    )
+    variables, wanted = stacked(of.theirs, made_apart(framework, "RMSNorm", features, **given), x)
+    own, got = stacked(of.ours, made_together(framework, "RMSNorm", features, **given), x)
     chex.assert_trees_all_equal(own, variables)
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-5)  # six norms in float32; sums of 4 rows
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jln
+import jln.nnx
 from frameworks import FRAMEWORKS, WITH_LINEARS, made_norm, norms, parity, with_linears
 from parity import SHAPE, described, every_equation, normal, pairwise
 
@@ -250,3 +251,11 @@ def test_put_in_place_of_the_frameworks(monkeypatch):
     norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(norm(x, mask=MASK), wanted)
     assert [route.path for route in jln.explain(norm, x)] == ["norm"]
+
+
+def test_metadata_is_flaxs():
+    with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
+        options = {"scale_metadata": {"out_sharding": ("model",)}, "bias_metadata": {"mine": 1}}
+        theirs, ours = (library.LayerNorm(8, rngs=nnx.Rngs(0), **options) for library in (nnx, jln.nnx))
+    for parameter in ("scale", "bias"):
+        assert getattr(ours, parameter).get_metadata() == getattr(theirs, parameter).get_metadata()

@@ -185,12 +185,7 @@ def test_parameters_of_examples(how, own, implementation):
 
 @pytest.mark.parametrize(
     ("chip", "triton", "converts"),
-    [
-        ("a100", (3, 9, 0), False),
-        ("l4", (3, 9, 0), True),
-        ("l4", (3, 8, 0), False),
-        ("mi300x", (3, 9, 0), False),
-    ],
+    [("a100", (3, 9, 0), False), ("l4", (3, 9, 0), True), ("l4", (3, 8, 0), False), ("mi300x", (3, 9, 0), False)],
 )
 def test_chips_that_do_not_convert_have_eight_bits_by_xla(chip, triton, converts, monkeypatch):
     """No kernel makes them where Triton does not round once by one instruction; one finds the maximum on every chip."""

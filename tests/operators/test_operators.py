@@ -21,15 +21,19 @@ from workbench import assert_rows_are_independent
 LINEAR = "add_layer_norm_linear"
 
 
+OF_EXAMPLES = [("add_layer_norm", ()), ("the gate first", ()), (LINEAR, (5,))]
+
+
 # Of which axes there is nothing: rows, features, both; features of several axes; rows whose parameters are examples'.
 @pytest.mark.parametrize(
-    ("form", "shape", "features"),
-    [(LINEAR, (0, 3, 8), (5,)), (LINEAR, (2, 8), (0,)), (LINEAR, (0, 8), (0,)), (LINEAR, (4, 8), (2, 0))]
-    + [(form, shape, ()) for form in ("add_layer_norm", "the gate first") for shape in [(0, 4, 8), (3, 0, 8)]],
+    ("form", "features", "shape", "varies"),
+    [(LINEAR, (5,), (0, 3, 8), "shared"), (LINEAR, (0,), (2, 8), "shared"), (LINEAR, (0,), (0, 8), "shared")]
+    + [(LINEAR, (2, 0), (4, 8), "shared")]
+    + [(*of, shape, "by example") for of in OF_EXAMPLES for shape in [(0, 4, 8), (3, 0, 8)]],
 )
-def test_nothing_of_an_axis(form, shape, features, implementation):
+def test_nothing_of_an_axis(form, features, shape, varies, implementation):
     """Results have the right shapes, and every gradient is zero, where an axis of rows or of features is empty."""
-    given, options = made(form, gate="by example", varies="shared" if features else "by example", shape=shape)
+    given, options = made(form, gate="by example", varies=varies, shape=shape)
     if features:
         given |= {"kernel": jnp.ones((8, *features)), "bias": jnp.ones(features)}
         del given["gate"]

@@ -116,27 +116,20 @@ def test_transformations(name, features, dtype, transformation, implementation):
 @pytest.mark.parametrize("forward_mode", [False, True])
 @EITHER
 def test_frozen_arguments(features, dtype, forward_mode, implementation):
-    """Each gradient alone, that of the first and of the last Linear, and those where some results are not used."""
+    """The gradient of each array alone, of a Linear's where another's result is used, of all where some results are."""
     operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
-    first, last = ({name: operands[name][i] for name in ("kernel", "bias")} for i in (0, 2))
 
     def transformed(f, operands):
-        of = loss_by_name(f)
-        alone = {n: jax.grad(lambda v: of(operands | {n: v}))(a) for n, a in operands.items()}  # noqa: B023
+        leaves, tree = jax.tree.flatten(operands)  # the first bias, a second one, then the first kernel
+        every = dict(enumerate(leaves))
 
-        def of_ends(first, last):
-            return of(operands | {name: (first[name], operands[name][1], last[name]) for name in first})
+        def loss(wanted, used):
+            results = f(**tree.unflatten([wanted.get(i, a) for i, a in every.items()]))
+            return sum(jnp.sum(jnp.sin(a)) for i, a in enumerate(jax.tree.leaves(results)) if i in used)
 
-        def of_some(a, used):
-            y, total = f(**a)
-            return sum(jnp.sum(jnp.sin((*y, total)[i])) for i in used)
-
-        def of_the_second(of_first, name):
-            return of_some(operands | {name: (of_first, *operands[name][1:])}, (1,))
-
-        ends = [jax.grad(of_ends, i)(first, last) for i in (0, 1)]
-        unused = [jax.grad(of_the_second)(first[name], name) for name in first]
-        return alone, ends, unused, [jax.grad(of_some)(operands, used) for used in ((0, 2), (3,))]
+        alone = [({i: a}, range(4)) for i, a in every.items()]
+        of_another = [({i: every[i]}, (1,)) for i in (0, 2)]
+        return [jax.grad(loss)(*case) for case in [*alone, *of_another, (every, (0, 2)), (every, (3,))]]
 
     both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
 

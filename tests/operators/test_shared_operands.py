@@ -18,6 +18,7 @@ from jln._core.one_by_one import WRONG
 
 # From 32 rows of 64 elements on XLA hands these sums to the library that is wrong.
 EXAMPLES, ROWS, H, FEATURES = 3, 32, 64, 16
+NAMES = ("x", "scale", "offset")
 
 
 def relative_error(got, true):
@@ -101,6 +102,52 @@ def test_a_kernel_under_a_mean(summed, implementation):
     got = gradient(jln, implementation=implementation)(kernel, x)
     true = gradient(jln.reference)(kernel.astype("float64"), x.astype("float64"))
     assert relative_error(got, np.asarray(true)) < 2e-5
+
+
+@pytest.mark.parametrize("weights", [(EXAMPLES, 1, 2, 1), (1, ROWS, 2, 1)], ids=["of examples", "of rows"])
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("wanted", ["x", "scale", "offset"])
+def test_parameters_of_examples_under_a_broadcast(wanted, axes, weights):
+    """A gradient alone is right where examples share x, and the cotangent of y is a broadcast.
+
+    XLA's CPU backend gets sums of such products wrong in plain jnp, too: the truth has each step by itself.
+    """
+    weights = workbench.normal(1, weights, "float32")
+    shapes = [(ROWS, 2, H), *((H,) if axis is None else (EXAMPLES, H) for axis in axes)]
+    given = {n: workbench.normal(2 + i, s, "float32") for i, (n, s) in enumerate(zip(NAMES, shapes, strict=True))}
+
+    def gradient(module):
+        def loss(of_wanted, given):
+            x, *parameters = ((given | {wanted: of_wanted})[n] for n in NAMES)
+            y = jax.vmap(functools.partial(module.layer_norm, x), axes)(*parameters)
+            return jnp.sum(y * jnp.broadcast_to(weights, y.shape))
+
+        return jax.grad(loss)
+
+    with jax.disable_jit():
+        true = gradient(jln.reference)(given[wanted], given)
+    got = jax.jit(gradient(jln))(given[wanted], given)
+    assert relative_error(got, np.asarray(true, "float64")) < 2e-5
+
+
+def test_an_offset_alone_has_the_sum_of_one_number():
+    """A cotangent of which only the sum is wanted is in no fence: there XLA would not see that it repeats a number."""
+    x, offset = workbench.normal(0, (5, 4, 2, ROWS, 128), "float32"), jnp.zeros((4, 128), "float32")
+    of_examples = jax.vmap(jax.vmap(lambda x, offset: jln.layer_norm(x, None, offset)), (0, None))
+    gradient = jax.jit(jax.grad(lambda o, c: jnp.sum(of_examples(x, o) * jnp.broadcast_to(c, x.shape))))
+    for i in range(16):  # what is wrong in a fence is memory that nobody wrote, which may happen to be right
+        jnp.full((x.size,), float(i)).block_until_ready()  # and so this one is left for it
+        got = gradient(offset, jnp.full((1,) * 5, -0.75, "float32"))
+        np.testing.assert_allclose(got, np.full((4, 128), -0.75 * 5 * 2 * ROWS), rtol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)], ids=str)
+def test_no_examples(axes):
+    """A `vmap` over an axis of size 0 gives results without elements, as in plain jnp."""
+    arrays = [jnp.ones(s if axis is None else (0, *s)) for s, axis in zip([(ROWS, H), (H,)], axes, strict=True)]
+    gradients = jax.grad(lambda x, s: jnp.sum(jln.rms_norm(x, s)), (0, 1))
+    y, (dx, dscale) = (jax.jit(jax.vmap(f, axes))(*arrays) for f in (jln.rms_norm, gradients))
+    assert (y.shape, dx.shape, dscale.shape) == ((0, ROWS, H), (0, ROWS, H), (0, H))
 
 
 ONE_ALONE = {

@@ -61,17 +61,9 @@ def test_the_last_tile_of_many_rows(rows, h, heads):
         "start": [n * heads * h for n in last],
         "valid": [n < rows for n in last],
     }
-    found = launch(
-        Interpreter(),
-        last_tile_kernel,
-        {"rows": rows},
-        {name: jax.ShapeDtypeStruct((len(e),), "float64") for name, e in expected.items()},
-        programs=1,
-        tile=Tile(block, 1, 1),
-        compute=jnp.dtype("float64"),
-        H=h,
-        HEADS=heads,
-    )
+    results = {name: jax.ShapeDtypeStruct((len(e),), "float64") for name, e in expected.items()}
+    how = {"programs": 1, "tile": Tile(block, 1, 1), "compute": jnp.dtype("float64"), "H": h, "HEADS": heads}
+    found = launch(Interpreter(), last_tile_kernel, {"rows": rows}, results, **how)
     for name, e in expected.items():
         np.testing.assert_array_equal(found[name], e, err_msg=name)
 

@@ -41,7 +41,7 @@ def counted(report, *what):
 
 
 def assert_no_more(report, expected, *what):
-    """Assert that there are so many of our kernels, and no more of XLA's, MB moved and MB temporary."""
+    """Assert that there are so many of our kernels, and no more of XLA's, MB moved and, where it is told, temporary."""
     ours, *found = counted(report, *what)
     assert ours == expected[0] and all(a <= b for a, b in zip(found, expected[1:], strict=False)), (what, ours, found)
 

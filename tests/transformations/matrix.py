@@ -179,6 +179,7 @@ FORWARD = {
     "jvp": lambda f, a: jax.jvp(f, a, directions(a)),
     "jvp, of x alone": lambda f, a: jax.jvp(lambda x: f(x, *a[1:]), a[:1], directions(a)[:1]),
     "jvp, of the last alone": lambda f, a: jax.jvp(lambda v: f(*a[:-1], v), a[-1:], directions(a)[-1:]),
+    "jacfwd": lambda f, a: jax.jacfwd(f, every(a))(*one_row(a)),
     "linearize": lambda f, a: jax.linearize(f, *a)[1](*directions(a)),
     "jvp(vmap)": lambda f, a: jax.jvp(jax.vmap(f), examples(a), examples(directions(a))),
     "jvp(jvp)": lambda f, a: jax.jvp(lambda *v: jax.jvp(f, v, directions(a))[1], a, directions(a)),

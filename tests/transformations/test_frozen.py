@@ -184,9 +184,12 @@ def test_held_between_forward_and_backward(name, some, rows_held, numbers, forwa
     gradient and its scale's.
     """
     function, operands = frozen(name, some, implementation=implementation, forward_mode=forward_mode)
-    held = [a.shape for a in jax.tree.leaves(jax.vjp(function, *operands)[1])]
+    kept = jax.tree.leaves(jax.vjp(function, *operands)[1])
+    held = [a.shape for a in kept]
     of_rows = sorted(shape for shape in held if shape[: len(matrix.ROWS)] == matrix.ROWS)
     assert of_rows == [(*matrix.ROWS, 1)] * numbers + [(*matrix.ROWS, matrix.H)] * rows_held
+    if some[0] == "x" and implementation == "xla":  # x itself, and no copy
+        assert any(a is operands[0] for a in kept)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.vmap(f, (0, *[None] * 4))], ids=["jit", "jit(vmap)"])

@@ -9,11 +9,13 @@ import itertools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
 
 import jln
+import workbench
 from catalogue import FORMS
 from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
 
@@ -108,9 +110,24 @@ def test_without_forward_mode_the_error_names_it(name):
         return first(function)(x, *rest)
 
     linearized = lambda f, v, t: jax.linearize(f, *v)[1](*t)  # noqa: E731
-    for differentiate in (jax.jvp, lambda f, v, t: jax.jvp(jax.jit(f), v, t), linearized):
+    mapped = lambda f, v, t: jax.vmap(lambda v, t: jax.jvp(f, v, t), axis_size=2, in_axes=None)(v, t)  # noqa: E731
+    for differentiate in (jax.jvp, lambda f, v, t: jax.jvp(jax.jit(f), v, t), linearized, mapped):
         with pytest.raises(TypeError, match="forward_mode=True"):
             differentiate(f, (x,), (x,))
+    with pytest.raises(TypeError, match="forward_mode=True"):
+        jax.jvp(jax.vmap(jln.rms_norm), (x,), (x,))
+
+
+def test_a_linear_transpose_in_forward_mode():
+    """Without `forward_mode` JAX cannot transpose a call, nor the name that a policy knows a fused product by."""
+    x, kernel = workbench.normal(0, (6, 8), "float64"), workbench.normal(1, (8, 4), "float64")
+
+    def transposed(module, kernel, **options):
+        return jax.linear_transpose(lambda k: module.rms_norm_linear(x, None, k, **options), kernel)(jnp.cos(x[:, :4]))
+
+    chex.assert_trees_all_close(transposed(jln, kernel, forward_mode=True), transposed(jln.reference, kernel))
+    with pytest.raises(NotImplementedError, match="jln_reverse_mode"):
+        transposed(jln, kernel)
 
 
 @pytest.mark.parametrize("name", KINDS)  # few: `jax.checking_leaks` collects garbage at the end of every trace

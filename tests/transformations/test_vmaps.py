@@ -181,6 +181,17 @@ def test_nested(name, implementation):
         assert len(found) == 2 * bool(gradients)
 
 
+def test_a_branch_that_examples_choose():
+    """A `cond` whose predicate differs from example to example gives each its own gradient."""
+
+    def f(p, x, scale):
+        return jax.lax.cond(p, lambda: jnp.sum(jnp.sin(jln.rms_norm(x, scale))), lambda: jnp.sum(x * scale[None]))
+
+    p, x, scale = np.arange(EXAMPLES) % 2 == 0, workbench.normal(0, (EXAMPLES, 4, H), "float64"), jnp.arange(1.0, H + 1)
+    got = jax.vmap(jax.grad(f, 2), (0, 0, None))(p, x, scale)
+    chex.assert_trees_all_close(got, jnp.stack([jax.grad(f, 2)(*a, scale) for a in zip(p, x, strict=True)]), **CLOSE)
+
+
 def test_rows_with_scales_of_their_own_are_groups():
     """Examples are no heads there, for whose number kernels are compiled, and among which no outer rows may lie."""
     x, scale = workbench.normal(0, (EXAMPLES, 4, H), "float64"), workbench.normal(1, (EXAMPLES, H), "float64")
