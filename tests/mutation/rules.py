@@ -15,6 +15,8 @@ RULES = [
            "d_once = written(d().astype(dtype_in_memory(operands.total.dtype)))",
            "d_once = written(d().astype(operands.total.dtype))",
            ("tests/operators/test_xla_tpu.py::test_small_cotangents_in_float16",)),
+    Mutant("a lone cotangent in a fence", t.XLA_GRADIENTS, "if total is not None:  # one", "if True:  # one",
+           ("tests/operators/test_shared_operands.py::test_an_offset_alone_has_the_sum_of_one_number",)),
     # Launchers
     Mutant("the last tile of rows forgotten", t.GEOMETRY, "return ceil_div(self.rows, tile.rows)",
            "return max(1, self.rows // tile.rows)", t.WHOLE),

@@ -119,7 +119,7 @@ def test_without_forward_mode_the_error_names_it(name):
 
 
 def test_a_linear_transpose_in_forward_mode():
-    """Without `forward_mode` JAX cannot transpose a call, nor the name that a policy knows a fused product by."""
+    """JAX cannot transpose a call without `forward_mode`, nor the name that a policy knows a fused product by."""
     x, kernel = workbench.normal(0, (6, 8), "float64"), workbench.normal(1, (8, 4), "float64")
 
     def transposed(module, kernel, **options):
