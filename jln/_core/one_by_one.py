@@ -6,8 +6,7 @@ times an x that all share is such a product: vmap's axis is of size 1 in x and b
 these broadcasts before it fuses, but not those behind a fence (`jln._junction.formulas`), nor all others.
 
 In a loop over the examples there is no such axis, and what a loop writes hides no broadcast. The jaxlibs before and
-after are right, and have no loop. `tests/operators/test_shared_operands.py` has the program without jln that tells them
-apart.
+after are right, and have no loop (`tests/operators/test_shared_operands.py` has the program without jln).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
     def call(operands: Any, settings: Any, dtypes: Any, batch_dims: int, **how: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
         sizes = {a.shape[:batch_dims] for a in leaves}
-        if len(sizes) == 1 or any(0 in size for size in sizes):  # alike, or without examples
+        if len(sizes) == 1:
             return compute(operands, settings, dtypes, batch_dims, **how)
         if "gathered" in how:
             how = how | {"gathered": tuple((axis - 1, over) for axis, over in how["gathered"])}

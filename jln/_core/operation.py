@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -125,11 +125,8 @@ class Operation(Generic[Operands, Results]):
         return type(operands)(*[a if name in names else jax.tree.map(lambda _: None, a) for name, a in fields])
 
     def _drop_unused(self, used, *more):
-        """A rule for JAX's removal of dead code: the equation without unused results, and without what only they need.
-
-        From JAX 0.12 on a rule is also told which inputs are alive.
-        """
-        eqn = more[-1]
+        """Rule for JAX's removal of dead code: the equation without unused results, and without what only they need."""
+        eqn = more[-1]  # from JAX 0.12 on a rule is also told which inputs are alive
         if not any(used) or all(used):
             return [any(used)] * len(eqn.invars), eqn if any(used) else None
         tree, request = eqn.params["tree"], eqn.params["request"]
@@ -151,9 +148,8 @@ class Operation(Generic[Operands, Results]):
         if [a.shape for a in left] != [v.aval.shape for v in outvars]:  # an operand that brings vmap's axis
             kept_places = set(range(len(eqn.invars)))
             invars, params = without(kept_places)
-        return [i in kept_places for i in range(len(eqn.invars))], eqn.replace(
-            invars=invars, outvars=outvars, params=params
-        )
+        alive = [i in kept_places for i in range(len(eqn.invars))]
+        return alive, eqn.replace(invars=invars, outvars=outvars, params=params)
 
     def _abstract(self, *avals, tree, request, **_):
         arrays = tuple([(a.shape, a.dtype) for a in avals])
@@ -184,8 +180,7 @@ class Operation(Generic[Operands, Results]):
     def _jvp(self, primals, tangents, *, tree, request, **params):
         """Results by the kernels, tangents by differentiating the formula."""
         formula = _on_leaves(self._formula, tree, request)
-        tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
-        _, tangents_out = jax.jvp(formula, tuple(primals), tangents)
+        _, tangents_out = jvp_of_moved(formula, primals, tangents)
         results = self._primitive.bind(*primals, tree=tree, request=request, **params)
         return results, tangents_out
 
@@ -287,6 +282,16 @@ def behind_rows(implementation: str | None) -> str:
             "vmap; or leave the argument out, and XLA reads it where it is"
         )
     return "xla"
+
+
+def jvp_of_moved(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """`jax.jvp` along the tangents that are no symbolic zeros: some CPU backends make NaN of a product with zeros."""
+    moved = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def call(*given: jax.Array) -> Any:
+        return function(*(dict(enumerate(primals)) | dict(zip(moved, given, strict=True))).values())
+
+    return jax.jvp(call, [primals[i] for i in moved], [tangents[i] for i in moved])
 
 
 def watch_for_nan(primitive: Primitive) -> None:

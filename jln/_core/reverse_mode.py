@@ -17,7 +17,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jln._core.modes import own_modes
-from jln._core.operation import vary_together, watch_for_nan
+from jln._core.operation import jvp_of_moved, vary_together, watch_for_nan
 
 # From settings, operands, and the place of vmap's axis in each operand, None in one that is shared, to the settings and
 # the operands of one call, and to the place of the axis in all of its results. None where no one call is the same.
@@ -63,15 +63,11 @@ def in_reverse_mode(
 
     def differentiate(primals, tangents, *, jaxpr, used, settings, tree):
         del jaxpr
-        moved = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-        def call_moved(*given):
-            leaves = list(primals)
-            for i, a in zip(moved, given, strict=True):
-                leaves[i] = a
+        def of_used(*leaves):
             return _only(jax.tree.leaves(derivative(settings, tree.unflatten(leaves))), used)
 
-        return jax.jvp(call_moved, [primals[i] for i in moved], [tangent.bind(tangents[i]) for i in moved])
+        return jvp_of_moved(of_used, primals, [t if isinstance(t, ad.Zero) else tangent.bind(t) for t in tangents])
 
     def drop_unused(used, *more):
         eqn = more[-1]  # from JAX 0.12 on a rule is also told which inputs are alive

@@ -84,17 +84,23 @@ def test_outputs_and_gradients_are_the_originals(name):
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 @pytest.mark.parametrize("by_tokens", [False, True], ids=["tensors", "sequences"])
 def test_on_a_mesh(by_tokens):
-    """A model that is sharded as trainers shard it has the original's numbers."""
+    """A model that is sharded as trainers shard it has one device's numbers, all of its operators and constraints."""
     mesh = jax.make_mesh((2, 2, 2), sharding.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     model = functional(MODELS["Llama"], **SMALL | FLOAT64 | {"batch": 4})
     stream = jax.sharding.NamedSharding(mesh, sharding.stream_spec(by_tokens))
+    wanted = gradients(model, model.function)
     fused = [jln.fuse(model.function, linears=linears) for linears in (False, True)]
     with sharding.on(mesh, by_tokens):
         places = sharding.shardings(model.parameters, mesh), stream
-        assert_equal(*gradients(model, model.function, *fused, places=places))
+        assert_equal(*wanted, *gradients(model, *fused, places=places), tolerance=1e-6)  # the softmax's float32
+        for function, of_linears in zip(fused, (0, 4), strict=True):
+            assert found(function, model.parameters, model.x)[:3] == (5, 4, of_linears)
+            program = str(jax.make_jaxpr(function)(model.parameters, model.x))
+            # Four sums are constrained, of which nothing but a norm reads the last.
+            assert program.count(f"spec={stream.spec}".replace("PartitionSpec", "P")) == 3
 
 
-def assert_equal(wanted, *all_of_them):
+def assert_equal(wanted, *all_of_them, tolerance=TOLERANCE):
     """Assert that results are what is wanted, but for roundings, and that all of it says something."""
     greatest = max(np.abs(a).max() for a in jax.tree.leaves(wanted))
     for own in all_of_them:
@@ -102,7 +108,7 @@ def assert_equal(wanted, *all_of_them):
             assert a.dtype == b.dtype and a.shape == b.shape
             difference, largest = np.abs(a - b).max(), np.abs(b).max()
             assert largest > 0, f"{path}: a gradient of zeros tells nothing"
-            assert difference <= TOLERANCE * largest + ROUNDING * greatest, f"{path}: {difference / largest:.1e}"
+            assert difference <= tolerance * largest + ROUNDING * greatest, f"{path}: {difference / largest:.1e}"
 
 
 @pytest.mark.parametrize("name", COUNTS)

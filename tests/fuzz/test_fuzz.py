@@ -21,6 +21,9 @@ WRONG = {
     27537: "eight bits by two launches of a norm whose parameters are of heads",
     729296812: "eight bits behind a gate of rows that no kernel takes",
     524643189: "a cotangent of 16 bits, added up over examples that share the rows, in front of gradients in float32",
+    1153: "a residual alone under a mean over rows",
+    200000050: "more rows than a row has elements, by the sums that are right for fewer",
+    900000092: "a second derivative outside of jit of a norm and few features, on JAX 0.12",
     994436056: "an offset alone, two loops, and a cotangent of one number, in some of the fuzzer's processes",
 }
 

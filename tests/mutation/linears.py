@@ -15,7 +15,7 @@ MADE_AGAIN, GATED_AGAIN = (
     )
 )
 
-OF_THREE = (f"{t.SEVERAL}test_frozen_arguments[triton-features1-float64-False]",)
+OF_THREE = (f"{t.SEVERAL}test_frozen_arguments[triton-False]",)
 ADDED_UP = f"{t.SEVERAL}test_what_products_pull_back_is_added_up"
 QWIX = "tests/modules/test_qwix.py::"
 SEEN, OF_QWIX = (
@@ -60,7 +60,7 @@ LINEARS = [
     Mutant("dz of the second product left out of a kernel", t.BACKWARD, "dy += tl.load(a.dy2", "tl.load(a.dy2",
            OF_THREE),
     Mutant("dz of the third product shared where the first is", t.RECORDS, t.COPY, t.shared_as_dy("dy3"),
-           (f"{t.SEVERAL}test_transformations[triton-rms_norm_linear-features1-float64-vmap of one cotangent]",)),
+           (f"{t.SEVERAL}test_transformations[triton-rms_norm_linear-vmap of one cotangent]",)),
     Mutant("dz of the fourth product left out", t.XLA_LINEAR, "gradients_in_jnp.add_up(dz[first:])]", "dz[first]]",
            (f"{ADDED_UP}[triton-four]",)),
     Mutant("row sums of the first product alone", t.NORM_LAUNCH,
@@ -78,14 +78,14 @@ LINEARS = [
            tuple(f"{BY_CUBLAS}[cuBLAS{pure}]" for pure in ("", ", of pure products"))),
     Mutant("the bias of another product", t.XLA_LINEAR, "zip(operands.kernel, operands.bias, junction.features",
            "zip(operands.kernel, (*operands.bias[1:], operands.bias[0]), junction.features",
-           (f"{t.SEVERAL}test_every_result_against_float64[triton-layer_norm_linear-features2-float16]",)),
+           (f"{t.SEVERAL}test_every_result_against_float64[triton-layer_norm_linear-three-float16]",)),
     Mutant("doffset of the last product only", t.XLA_LINEAR, "doffset = share if doffset is None else doffset + share",
-           "doffset = share", (f"{t.SEVERAL}test_frozen_arguments[triton-features1-float64-False]",)),
+           "doffset = share", (f"{t.SEVERAL}test_frozen_arguments[triton-False]",)),
     Mutant("x saved where the sum was normed, before a product", t.JUNCTION_RULES,
            "total = operands.x if outcome.total is None else outcome.total", "total = operands.x",
            (f"{t.LINEARS}test_behind_a_sum[bfloat16-bfloat16-composed]",)),
     Mutant("dtotal added by every part of the features", t.PARTITIONED, "if feature_axes and any(layout.terms):",
-           "if False:", t.IN_ONE_ON_A_MESH),
+           "if False:", (f"{t.SHARDING}test_kernels[add_layer_norm_linear-rows and columns]",)),
     Mutant("shares of dbias added up over devices in 16 bits", t.SHAPES,
            "tuple(Result(d, *([over_rows, True] if pulls else [])) for d in of)",
            "tuple(Result(d, *([over_rows] if pulls else [])) for d in of)",
@@ -96,7 +96,7 @@ LINEARS = [
     Mutant("z made again in the dtype of the first product", t.XLA_LINEAR,
            "z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])",
            "z_dtype = next((dy[i].dtype.name for i in used if dtypes.kernel[i] is not None), None)",
-           (f"{t.SEVERAL}test_kernels_of_several_dtypes[xla-many-bfloat16-dtypes0]",)),
+           (f"{t.SEVERAL}test_kernels_of_several_dtypes[xla-bfloat16-dtypes0]",)),
     Mutant("a 16-bit product's part of H rounded by itself", t.XLA_LINEAR, "rounded_first = not h_axes and (",
            "rounded_first = (",
            (f"{t.SHARDING}test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up",)),

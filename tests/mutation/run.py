@@ -143,16 +143,17 @@ def main() -> int:
         if status != 0:
             print(f"the tests fail without a mutant\n{output[-4000:]}")
             return 1
-        bad = 0
+        bad = by_clock = 0
         with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
             for mutant, (found, seconds) in zip(chosen, pool.map(judged, chosen), strict=True):
                 bad += not found.startswith("killed")
+                by_clock += "clock" in found
                 file = mutant.file.removeprefix("jln/")
                 print(f"{file:38} {mutant.what:52} {seconds:4.0f} s  {found}", flush=True)
     finally:
         while not trees.empty():
             shutil.rmtree(trees.get())
-    print(f"{len(chosen) - bad} of {len(chosen)} mutants killed")
+    print(f"{len(chosen) - bad} of {len(chosen)} mutants killed, {by_clock} of them by the clock")
     return 1 if bad else 0
 
 

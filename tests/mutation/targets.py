@@ -102,7 +102,6 @@ FUSED_KERNELS = (
 )
 FUSED_SUM = (f"{LINEARS}test_behind_a_sum[bfloat16-bfloat16-fused]",)
 # In float32, as in float64 norm and products are apart.
-IN_ONE_ON_A_MESH = (f"{SHARDING}test_several_linears[features0-float32-both alike-Auto]",)
 COMPOSED = (f"{LINEARS}test_sizes[triton-33-100-300-float16]",)
 XLA = (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-float32]",)
 XLA_LINEARS = (f"{LINEARS}test_sizes[xla-64-128-64-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")

@@ -1,11 +1,8 @@
 """Tests of what operators survive: stores out of bounds, numbers near the end of their range, many calls."""
 
-import concurrent.futures
 import dataclasses
 import functools
-import threading
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,21 +140,6 @@ def test_rows_of_one_element(name, dtype, implementation):
 
 
 # Many calls
-
-
-def test_eight_threads_trace_and_run_at_once(implementation):
-    """Each thread has, bit for bit, the results of a thread alone, of sizes of its own and of one that all share."""
-    start, names = threading.Barrier(8), sorted(ALL)
-
-    def work(i):
-        sizes = {names[i]: (3, 9 + i), "layer_norm": (3, 8)}
-        arrays = [workbench.named(n, s, "float32", features=(4,) * n.endswith("linear")) for n, s in sizes.items()]
-        return [gradients(n, implementation)(a) for n, a in zip(sizes, arrays, strict=True)]
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda i: start.wait(timeout=60) * 0 or work(i), range(8)))
-    for i, found in enumerate(together):
-        chex.assert_trees_all_equal(found, work(i))
 
 
 compilations = []
