@@ -247,8 +247,8 @@ class UnderMeans(Draw):
 
     def case(self) -> Case:
         case = super().case()
-        alone = dataclasses.replace(case, wanted=case.wanted[:1])
-        return alone if case.implementation != "triton" else dataclasses.replace(alone, implementation=None)
+        wanted = case.wanted[:1] if self.seed % 20 == 13 else case.wanted
+        return dataclasses.replace(case, wanted=wanted, implementation="xla")
 
     def shape_and_axes(self, form: Operator, largest: int):
         return (self.r.choice((64, 96, 128)), self.r.choice((640, 768, 1000, 1024))), (-1,)
