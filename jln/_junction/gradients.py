@@ -268,7 +268,7 @@ def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Arra
 
 
 # jaxlib 0.10.2 computes `g - x * sum(g * x)` wrongly on a CPU where g repeats one row, as under a loss of means, and no
-# scale's gradient reads it, too. Autodiff's sums are right but in one loop, in up to twice the time.
+# scale's gradient reads it, too. Autodiff's sums are right, except in one loop, and take up to twice the time.
 _SUMS_OF_G_ON_CPU = jaxlib.version.__version_info__[:3] == (0, 10, 2)
 backward_cpu = functools.partial(backward, fence=lax.optimization_barrier, sums_of_g=_SUMS_OF_G_ON_CPU)
 backward_tpu = functools.partial(backward, sums_of_g=True)

@@ -186,9 +186,8 @@ TRANSFORMED = {
     "gradient": lambda f, a: jax.jit(gradient(f, a))(*a),
     "eager": lambda f, a: (f(*a), gradient(f, a)(*a)),  # where JAX does not evaluate `auto_axes` itself
     "second derivative": lambda f, a: jax.jit(jax.grad(along(f, a), every(a)))(*a),
-    "gradient, parameters closed over": lambda f, a: jax.jit(gradient(f, a))(*a),
-    "eager gradient, parameters closed over": lambda f, a: gradient(f, a)(*a),
 }
+TRANSFORMED |= {f"{how}, parameters closed over": TRANSFORMED[how] for how in ("gradient", "eager")}
 LEFT_EXPLICIT = [("gradient", name, "rows over both axes") for name in NORMS]
 LEFT_EXPLICIT += [("gradient", "add_layer_norm, x_bias and gate", "rows over both axes")]
 LEFT_EXPLICIT += [("gradient", name, "rows and columns") for name in LINEARS]
