@@ -120,9 +120,7 @@ ORDERING = [
 
 
 @pytest.mark.parametrize(
-    "case",
-    [CHUNKS, Case("rms_norm_linear", (100, 128), "float32", "a100", 128), FUSED],
-    ids=["norm", "mma", "wgmma"],
+    "case", [CHUNKS, Case("rms_norm_linear", (100, 128), "float32", "a100", 128), FUSED], ids=["norm", "mma", "wgmma"]
 )
 def test_what_orders_threads_is_missed_when_it_is_dropped(case):
     program = check(case).program

@@ -124,11 +124,7 @@ def test_a_model_that_flax_lets_nobody_close_over():
     before = jax.tree.map(np.array, nnx.state(model))
     with pytest.raises(Exception, match="trace level"):  # of Flax
         jln.explain(lambda x: model(x), X)
-    for routes in (
-        jln.explain(model, X),
-        jln.explain(model.encode, X),
-        jln.explain(lambda m, x: m(x), model, X),
-    ):
+    for routes in (jln.explain(model, X), jln.explain(model.encode, X), jln.explain(lambda m, x: m(x), model, X)):
         assert [route.path for route in routes] == ["norm"]
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
 

@@ -104,10 +104,7 @@ def tangents(f):
 EIGHT_BITS = {"": None, "blocks": jln.MXFloat8(), "one scale": jln.Float8()}  # which have no forward mode
 
 
-@pytest.mark.parametrize(
-    ("asked", "quantize"),
-    [*((gradients, kind) for kind in EIGHT_BITS), (tangents, "")],
-)
+@pytest.mark.parametrize(("asked", "quantize"), [*((gradients, kind) for kind in EIGHT_BITS), (tangents, "")])
 def test_no_product_of_an_operator_is_seen(x, asked, quantize):
     """Derivatives inside of a model, too. For a `vmap` there JAX's own rule of products calls `lax.dot_general`."""
     x = x.astype("float32")

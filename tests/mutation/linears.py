@@ -9,10 +9,7 @@ IN_A_CHECKPOINT = "tests/fuse/test_transformations.py::test_what_a_checkpoint_ma
 AGAIN = f"{ACCURACY_OF_LINEARS}test_what_the_backward_pass_makes_again"
 MADE_AGAIN, GATED_AGAIN = (
     (f"{AGAIN}[triton-add_{case}]",)
-    for case in (
-        "rms_norm_linear-(37, 256)-300-bfloat16",
-        "layer_norm_linear, x_bias and gate-(33, 1000)-300-bfloat16",
-    )
+    for case in ("rms_norm_linear-(37, 256)-300-bfloat16", "layer_norm_linear, x_bias and gate-(33, 1000)-300-bfloat16")
 )
 
 OF_THREE = (f"{t.SEVERAL}test_frozen_arguments[triton-False]",)

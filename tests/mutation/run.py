@@ -21,11 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from mutants import MUTANTS
-from targets import (
-    EXECUTED,
-    PROGRAM,
-    Mutant,
-)
+from targets import EXECUTED, PROGRAM, Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT = 300  # a mutant may loop forever, which is noticed too

@@ -42,8 +42,7 @@ def measured(workload, peers, platform="cpu", monkeypatch=None):
 
 
 @pytest.mark.parametrize(
-    ("platform", "name", "peers"),
-    [("cpu", "norm", ("jln", "flax", "haiku")), ("gpu", "several", ("jln", "jln-norm"))],
+    ("platform", "name", "peers"), [("cpu", "norm", ("jln", "flax", "haiku")), ("gpu", "several", ("jln", "jln-norm"))]
 )
 def test_peers_of_jax_are_right_and_timed(name, platform, peers, monkeypatch):
     records = measured(SMALL[name], [PEERS[p] for p in peers], platform, monkeypatch)

@@ -49,7 +49,7 @@ def test_a_worker_lives_until_something_ends_it():
 
 def test_what_ends_one_process_or_takes_too_long_loses_one_piece():
     pieces = ["a", "die", "b", "break", "hang"]
-    found = dict(work_side_by_side(do, pieces, 2, limit=20))
+    found = dict(work_side_by_side(do, pieces, 2, limit=12))
     assert found.keys() == set(pieces) and isinstance(found["hang"], OutOfTime)
     assert {piece for piece, outcome in found.items() if isinstance(outcome, WorkError)} == {"die", "break", "hang"}
 

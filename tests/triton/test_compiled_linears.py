@@ -16,11 +16,7 @@ from launches import CHIPS, DTYPES, FUSED, ZERO_CENTERED, Case
 pytest.importorskip("triton")
 
 # Of which each is compiled for every chip, form and dtype, though not with every pair of these.
-MORE_FUSED = (
-    (64, 100_000),
-    (8, 33, 512, 768, 1023, 8192),
-    (1, 3, 16, 32, 33, 64, 100, 104, 128, 130, 136, 200, 256),
-)
+MORE_FUSED = ((64, 100_000), (8, 33, 512, 768, 1023, 8192), (1, 3, 16, 32, 33, 64, 100, 104, 128, 130, 136, 200, 256))
 LINEAR_CHIPS = (*CHIPS, "l40s")
 FORMS = {
     "everything": ("add_layer_norm_linear", ZERO_CENTERED),

@@ -143,8 +143,7 @@ def assert_converts(compile_all, chip, kind, dtype, widths):
 
 
 @pytest.mark.parametrize(
-    ("chip", "kind"),
-    [*((chip, "blocks") for chip in CONVERTS), ("h200", "one scale"), ("h200", "the largest alone")],
+    ("chip", "kind"), [*((chip, "blocks") for chip in CONVERTS), ("h200", "one scale"), ("h200", "the largest alone")]
 )
 def test_a_chip_converts_to_eight_bits(compile_all, chip, kind):
     assert_converts(compile_all, chip, kind, "bfloat16", (1024,))
