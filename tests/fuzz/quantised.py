@@ -30,15 +30,15 @@ def quantised(y: Tracked, quantize: Any, levels: int) -> dict[str, Tracked]:
         numbers = _between(_numbers(value, scales[0], quantize.dtype), made, far, y.eps)
         return {"y": numbers, SCALE: _between(scales[0], scales[1:], far, y.eps)}
     amax = largest(y, levels)
-    of_all = {"y": None, LARGEST: amax}
     if quantize.scale is None:
         most = float(jnp.finfo(quantize.dtype).max)
-        scale = Tracked(np.where(amax.value > 0, amax.value / most, 1), amax.error / most, y.eps)
-        return of_all | {"y": in_eight_bits(y, quantize), SCALE: scale.stored("float32")}
+        may_be_1 = (amax.value <= amax.error) & (amax.error > 0)  # the scale of zeros
+        scale = Tracked(np.where(amax.value > 0, amax.value / most, 1), may_be_1 + amax.error / most, y.eps)
+        return {"y": in_eight_bits(y, quantize), LARGEST: amax, SCALE: scale.stored("float32")}
     scale = np.float32(quantize.scale)
     made = [_numbers(a, scale, quantize.dtype) for a in (low, high)]
-    of_all["y"] = _between(_numbers(value, scale, quantize.dtype), made, False, y.eps)
-    return of_all | {SCALE: Tracked(np.broadcast_to(np.float64(scale), y.shape), 0, y.eps)}
+    numbers = _between(_numbers(value, scale, quantize.dtype), made, False, y.eps)
+    return {"y": numbers, LARGEST: amax, SCALE: Tracked(np.broadcast_to(np.float64(scale), y.shape), 0, y.eps)}
 
 
 def largest(y: Tracked, levels: int) -> Tracked:
