@@ -124,8 +124,9 @@ class Tracked:
         return Tracked(self.value, self.error + error, self.eps, tangent)
 
     def rounded(self, dtype) -> Tracked:
-        """Round to `dtype`, to a value of its own: off where the error decides which way."""
-        value, low, high = (cast(a, dtype) for a in (self.value, self.value - self.error, self.value + self.error))
+        """Round to `dtype`, to a value of its own: off where the error decides the way. XLA rounds subnormals twice."""
+        off = self.error + (self.magnitude < float(jnp.finfo(dtype).tiny)) * unit(dtype) / 2 * self.magnitude
+        value, low, high = (cast(a, dtype) for a in (self.value, self.value - off, self.value + off))
         error = np.maximum(high - value, value - low)
         tangent = None if self.tangent is None else self.tangent.stored(dtype)
         return Tracked(value, np.where(np.isfinite(error), error, np.inf), self.eps, tangent)
