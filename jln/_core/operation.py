@@ -179,7 +179,7 @@ class Operation(Generic[Operands, Results]):
 
     def _jvp(self, primals, tangents, *, tree, request, **params):
         """Results by the kernels, tangents by differentiating the formula."""
-        formula = _on_leaves(self._formula, tree, request)
+        formula = _on_leaves(self._formula_tpu, tree, request)
         _, tangents_out = jvp_of_moved(formula, primals, tangents)
         results = self._primitive.bind(*primals, tree=tree, request=request, **params)
         return results, tangents_out

@@ -12,7 +12,6 @@ import numpy as np
 
 import jln
 from case import LARGEST, OF_VMAP, SCALE, Case, made, refused
-from jln._core.one_by_one import WRONG
 
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
 POLICIES = {
@@ -82,8 +81,7 @@ def beyond_reach(case: Case) -> bool:
     factor is a broadcast: of a kernel, of the cotangent of a Linear's result, of an x that examples share, or of the
     cotangent of the sum in front, if that is all that is used, as
     `jnp.sum(jnp.broadcast_to(c, (4, 32, 64)) * jnp.broadcast_to(g, (4, 1, 64)), 0)`, c [4, 32, 1] and g [4, 1, 1].
-    On those that `jln._core.one_by_one` names the sum of two sums with a common factor that is a broadcast, as in
-    derivatives of the rules. From 0.12 on a product of bfloat16 that is transposed, as a kernel's gradient, as in
+    From 0.12 on a product of bfloat16 that is transposed, as a kernel's gradient, as in
     `jnp.einsum("mn,mh->nh", dy, z).T`: where YNNPACK multiplies others XLA adds it up in bfloat16.
     """
     kernels = [a for n, a in case.operands.items() if n.startswith("kernel")]
@@ -93,9 +91,7 @@ def beyond_reach(case: Case) -> bool:
     rows = [a for n, a in case.operands.items() if n in ("x", "residual", "z")]
     if is_spread and (case.cotangents.keys() == {"total"} or any(None in a.axes[case.outer :] for a in rows)):
         return True
-    if jaxlib.version.__version_info__ >= (0, 12) and any(a.dtype == "bfloat16" for a in kernels):
-        return True
-    return case.asks == "second" and jaxlib.version.__version_info__[:3] in WRONG
+    return jaxlib.version.__version_info__ >= (0, 12) and any(a.dtype == "bfloat16" for a in kernels)
 
 
 def _written_out(case: Case, program, given, directions):
