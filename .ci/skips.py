@@ -35,7 +35,7 @@ class Skips:
         self._note(report)
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.skipped and not hasattr(report, "wasxfail") and not is_expected(report.nodeid):
+        if report.skipped and not is_expected(report.nodeid):  # so is an xfail
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             self.unexpected[report.nodeid] = str(why)
 

@@ -59,6 +59,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     parts = ", ".join(f"{name} {most} MB" for name, most in sorted(held.items()))
-    terminalreporter.write_line(f"The most memory held: {parts}, together {sum(held.values())} MB")
+    bound = f", of {most} MB that --most-memory allows" if (most := config.getoption("--most-memory")) else ""
+    terminalreporter.write_line(f"The most memory held: {parts}, together {sum(held.values())} MB{bound}")

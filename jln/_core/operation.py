@@ -56,9 +56,9 @@ class Request(Generic[Results]):
 class Operation(Generic[Operands, Results]):
     """A function from operands to results, as one primitive.
 
-    formula: `formula(operands, settings, dtypes, batch_dims)` in jnp, which defines the results' shapes and is what JAX
-      differentiates. Results have the dtypes of `dtypes`.
-    formula_cpu, formula_tpu: the same function, written for XLA's CPU backend, and for its TPU backend.
+    formula: `formula(operands, settings, dtypes, batch_dims)` in jnp: results of these dtypes, whose shapes it defines.
+    formula_cpu, formula_tpu: the same function, written for XLA's CPU backend, and for its TPU backend. JAX
+      differentiates the TPU's, which takes autodiff's own sums: the CPU backend gets derivatives of others wrong.
     kernels: `kernels(platform, asked, add)` returns the same function by kernels, or in words why they do not run where
       nobody asked for them by name, "" where that is nothing to tell users. Called when a program is lowered. add: for
       a program that JAX spreads over devices, makes a function one that the program calls on the host, and returns its
@@ -178,7 +178,7 @@ class Operation(Generic[Operands, Results]):
         return [jnp.moveaxis(a, front, to) for a, to in zip(results, places, strict=True)], places
 
     def _jvp(self, primals, tangents, *, tree, request, **params):
-        """Results by the kernels, tangents by differentiating the formula."""
+        """Results by the kernels, tangents by differentiating the formula for a TPU."""
         formula = _on_leaves(self._formula_tpu, tree, request)
         _, tangents_out = jvp_of_moved(formula, primals, tangents)
         results = self._primitive.bind(*primals, tree=tree, request=request, **params)

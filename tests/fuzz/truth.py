@@ -27,7 +27,8 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
     dtypes = {name: operand.dtype for name, operand in case.operands.items()}
     x, residual = given["x"], o("residual")
     w = given.get("gate", case.number)
-    full = (*lead, *np.broadcast_shapes(*(a.shape[levels:] for n, a in given.items() if not is_of_product(n))))
+    of_rows = [a.shape[levels:] for n, a in given.items() if not n.startswith(("kernel", "bias"))]
+    full = (*lead, *np.broadcast_shapes(*of_rows))
     results, gradients = {}, {}
 
     def of(name):
@@ -155,10 +156,6 @@ def normalised(v: Tracked, centred: Tracked, epsilon: float) -> tuple[Tracked, T
     return centred * rstd, rstd
 
 
-def is_of_product(name: str) -> bool:
-    return name.startswith(("kernel", "bias"))
-
-
 def _products(case, given, z, size, x_hat, dy, results, keep):
     """The results of the Linears, and their part of the gradients. Returns z and the cotangent of it."""
     levels = len(case.levels)
@@ -179,7 +176,8 @@ def _products(case, given, z, size, x_hat, dy, results, keep):
         magnitude = size
         if case.implementation == "triton":
             spread = np.max(x_hat.magnitude, -1, keepdims=True)
-            magnitude = size + spread * (1 if given.get("scale") is None else _of_scale(case, given))
+            ones = bool(case.static.get("zero_centered_scale"))
+            magnitude = size + spread * (1 if given.get("scale") is None else (given["scale"] + ones).magnitude)
         operand = z.off_by((narrow + eps) * magnitude)
         k = kernel.stored(dtype)
         if case.quantize is not None:
@@ -209,10 +207,6 @@ def _products(case, given, z, size, x_hat, dy, results, keep):
         back = back.stored(kept).reshape(*back.shape[:-2], *rows, h)
         dz = back if dz is None else (dz + back).stored(kept)
     return z, dz
-
-
-def _of_scale(case, given):
-    return (given["scale"] + (1 if case.static.get("zero_centered_scale") else 0)).magnitude
 
 
 # A case's arrays as these, and back.

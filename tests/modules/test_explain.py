@@ -65,12 +65,15 @@ def test_where_a_layer_is_and_what_is_around_it():
 
     saved, ours = jax.checkpoint_policies, jln.checkpoint_policies
     products, one, statistics = "products", "products of one kernel", "row statistics"
+    offload = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [jln.STATISTICS]}
+    offload |= {"offload_src": "device", "offload_dst": "pinned_host"}
     for policy, kept in (
         (None, ["nothing of it"]),
         (saved.everything_saveable, [products, one, statistics]),
         (saved.dots_with_no_batch_dims_saveable, [products]),
         (saved.save_only_these_names(jln.STATISTICS), [statistics]),
         (saved.save_any_names_but_these(jln.PRODUCT), [statistics]),
+        (saved.save_and_offload_only_these_names(**offload), [statistics]),
         (ours.dots_saveable, [products, one]),
     ):  # fmt: skip
         first, second = jln.explain(lambda x, policy=policy: function(x, policy), X)

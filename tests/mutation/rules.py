@@ -24,6 +24,9 @@ RULES = [
     Mutant("sums of g * x_hat where the CPU backend computes them wrongly", t.XLA_GRADIENTS,
            "sums_of_g=_SUMS_OF_G_ON_CPU", "sums_of_g=False",
            ("tests/operators/test_shared_operands.py::test_x_alone_under_a_mean_over_rows[rms_norm]",)),
+    Mutant("the derivative of sums that the CPU backend computes wrongly", t.OPERATION,
+           "_on_leaves(self._formula_tpu, tree", "_on_leaves(self._formula, tree",
+           ("tests/operators/test_shared_operands.py::test_x_alone_under_a_mean_over_rows[rms_norm]",)),
     # Launchers
     Mutant("the last tile of rows forgotten", t.GEOMETRY, "return ceil_div(self.rows, tile.rows)",
            "return max(1, self.rows // tile.rows)", t.WHOLE),

@@ -76,7 +76,7 @@ GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6", "jax-triton": "0.
     [
         ({}, 0),
         ({"triton": "3.6.0", "numpy": "2.3.1"}, 0),
-        ({"jax-cuda13-plugin": "0.10.1"}, 1),
+        *(({"jax-cuda13-plugin": version}, 1) for version in ("0.10.1", "0.11.0")),
         ({"jax-cuda13-plugin": "0.10.2.dev1"}, 0),
         ({"triton": "3.6.0", "jax-cuda13-plugin": "0.10.1"}, 2),
     ],

@@ -144,14 +144,6 @@ def over(which, transform):
     return transformed
 
 
-def vmap_of_gradient(f, a, axes):
-    return jax.vmap(gradient(f, a), axes)
-
-
-def gradient_of_vmap(f, a, axes):
-    return jax.grad(loss(jax.vmap(f, axes)), every(a))
-
-
 def nested_vmap(f, a):
     """The inner one over all but x, the outer over x."""
     grown = examples(a)
@@ -168,8 +160,8 @@ REVERSE = {
     "value_and_grad": lambda f, a: jax.value_and_grad(loss(f), every(a))(*a),
     "vmap": lambda f, a: jax.vmap(f)(*examples(a)),
     "vmap(vmap(grad))": nested_vmap,
-    **{f"vmap(grad), over {which}": over(which, vmap_of_gradient) for which in OF_EXAMPLES},
-    **{f"grad(vmap), over {which}": over(which, gradient_of_vmap) for which in OF_EXAMPLES},
+    **{f"vmap(grad), over {n}": over(n, lambda f, a, axes: jax.vmap(gradient(f, a), axes)) for n in OF_EXAMPLES},
+    **{f"grad(vmap), over {n}": over(n, lambda f, a, axes: gradient(jax.vmap(f, axes), a)) for n in OF_EXAMPLES},
     "scan(checkpoint)": layers,
     "grad(grad)": lambda f, a: jax.grad(along(f, a), every(a))(*a),
     "hessian": lambda f, a: jax.hessian(loss(f), every(a))(*one_row(a)),

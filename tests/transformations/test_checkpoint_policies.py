@@ -9,6 +9,7 @@ from jax.interpreters import partial_eval
 
 import jln
 import workbench
+from jln._core.policies import keeps
 from proof import equations
 
 H, WIDE, FEW = 16, 300, 8
@@ -86,6 +87,11 @@ def test_every_product_is_made_once(name, forward_mode):
     assert sum(n for k, n in norms.items() if "y" in k) == 2  # in front of q, k, v and of gate, up
     statistics = {("total",)} if "statistics" in name else {("mean", "rstd"), ("total", "rstd")}
     assert {k for k in norms if "y" not in k} == statistics
+
+
+def test_products_of_batches():
+    (equation,) = jax.make_jaxpr(jax.lax.batch_matmul)(jnp.ones((2, 3, 3)), jnp.ones((2, 3, 3))).eqns
+    assert {name for name in POLICIES if not keeps(POLICIES[name], equation)} == {n for n in POLICIES if "batch" in n}
 
 
 @pytest.mark.parametrize("name", ["JAX's dots", "dots", "dots and statistics"])
