@@ -56,7 +56,7 @@ class Request(Generic[Results]):
 class Operation(Generic[Operands, Results]):
     """A function from operands to results, as one primitive.
 
-    formula: `formula(operands, settings, dtypes, batch_dims)` in jnp: results of these dtypes, whose shapes it defines.
+    formula: `formula(operands, settings, dtypes, batch_dims)` in jnp: results of `dtypes`, whose shapes it defines.
     formula_cpu, formula_tpu: the same function, written for XLA's CPU backend, and for its TPU backend. JAX
       differentiates the TPU's, which takes autodiff's own sums: the CPU backend gets derivatives of others wrong.
     kernels: `kernels(platform, asked, add)` returns the same function by kernels, or in words why they do not run where

@@ -68,7 +68,8 @@ def pairwise(tables: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[Any]:
             rows = [{k: v for k, v in r.items() if r["name"] != "RMSNorm" or k not in ONLY_LAYER_NORM} for r in rows]
         for row in (rows[i] for i in sorted({0} | covering(rows))):
             values = {(name, repr(value)) for name, value in row.items()}
-            values |= {("dtypes", row["x"], row.get("param_dtype"))} if row["residual"] is None else set()
+            if row["residual"] is None:
+                values.add(("dtypes", row["x"], row.get("param_dtype")))
             marks = [pytest.mark.heavy] if values <= seen else []
             choices.append(pytest.param(framework, row, id=f"{framework} {described(row)}", marks=marks))
             seen |= values
