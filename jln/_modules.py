@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
-from jln._explain import note
 from jln._junction.arrays import Arrays
 from jln._operators.call import NormArguments, call, summands
 from jln._operators.eight_bits import Quantize, Scaled
+from jln._routes import note
 
 
 class Norm(NamedTuple):
@@ -53,7 +53,7 @@ class Linears(NamedTuple):
 class Layer(NamedTuple):
     """A norm, or a norm and the Linears behind it. The norm is of total, which is x or the sum of x and a residual.
 
-    module, place: the framework's object, and its place in the model, as `explain` lists it.
+    module: the framework's object.
     own: the framework's own code, a function of total.
     read_norm, read_linears: functions of what has total's shape and dtype. They put the layer in the operators' terms,
       or return the reason why they cannot. A norm alone has no read_linears.
@@ -61,7 +61,6 @@ class Layer(NamedTuple):
     """
 
     module: Any
-    place: str
     own: Callable[[Any], Any]
     read_norm: Callable[[Any], Norm | str]
     read_linears: Callable[[Any], Linears | str] | None = None
@@ -120,9 +119,9 @@ _FLOAT32_MAX = float(np.finfo("float32").max)
 
 
 def _name(layer: Layer) -> str:
-    """The name under which `explain` lists a layer: jln's class, be it a base of the user's, and the place."""
+    """The name under which `explain` lists a layer: jln's class, be it a base of the user's."""
     cls = next(c for c in type(layer.module).__mro__ if c.__module__.startswith("jln."))
-    return f"{cls.__module__}.{cls.__name__} {layer.place}".rstrip()
+    return f"{cls.__module__}.{cls.__name__}"
 
 
 def _by_operator(norm: Norm, linears: Linears | None, arrays: Arrays, quantize: Quantize) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -24,8 +25,6 @@ from jln.testing.report import align
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "jax-triton", "triton")
 PACKAGES += ("numpy", "flax", "dm-haiku", "equinox")
 DEVICE_FILES = pathlib.Path("/dev")
-# Of a Linear both strategies: the norm's kernels around XLA's products, and the kernels fused.
-FEATURES = {"": 1024, ", few features": 64}
 
 
 def run(local: list[Any]) -> int:
@@ -35,61 +34,64 @@ def run(local: list[Any]) -> int:
     except ValueError as error:
         print(f"BROKEN: {CHIP_VARIABLE}: {error}")
         return 1
-    versions = installed()
-    print_table([("package", "installed"), *((name, version or "-") for name, version in versions.items())])
+    versions, has_gpu = installed(), local[0].platform == "gpu"
+    kinds = {device.device_kind: device for device in local}
+    reasons = {kind: target.missing(platform_of(device)) for kind, device in kinds.items()}
+    said = [f"{'BROKEN: ' * has_gpu}triton cannot run on {kind}: {why}." for kind, why in reasons.items() if why]
+    said += _bad_imports(versions, has_gpu)
+    said += [f"BROKEN: {fault}" for fault in (*_bad_pairs(versions), *_hidden_gpus(has_gpu))]
+    lacking = {name: "-" for name in PACKAGES if f" {name} is not installed" in " ".join(said).replace("_", "-")}
+    print_table([("package", "installed"), *(versions | lacking).items()])
     print_table([("device", "kind"), *((str(device), device.device_kind) for device in local)])
-    for device in {(d.platform, d.device_kind): d for d in local}.values():
-        print_table([("operator", "runs", "kernels forward", "backward"), *choices(device)])
-        if (why := implementations(device)["triton"]) is not None:
-            print(f"triton cannot run on {device.device_kind}: {why}.")
     kept = f"{len(cache.entries())} in {folder}" if (folder := cache.folder()) else "not kept"
     print(f"Compiled kernels: {kept}.", *(_facts(chip) if chip else ()), sep="\n")
-    faults = [f"BROKEN: {fault}" for fault in (*_bad_pairs(versions), *_idle_gpu(local))]
-    print(*faults, "something is broken" if faults else "nothing is broken", sep="\n")
-    return int(bool(faults))
+    for kind, device in kinds.items():
+        rows = [*choices(device)]
+        if any(runs == "triton" for _, runs, *_ in rows):
+            print_table([("operator", "runs", "kernels forward", "backward"), *rows])
+        else:
+            print(f"XLA runs every operator on {kind}.")
+    is_broken = any(sentence.startswith("BROKEN") for sentence in said)
+    print(*said, "something is broken" if is_broken else "nothing is broken", sep="\n")
+    return int(is_broken)
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:
     print(*align(lines, range(len(lines[0]))), "", sep="\n")
 
 
-def devices() -> list[Any]:
-    """JAX's devices and the CPU. Raises RuntimeError, or AssertionError, where JAX_PLATFORMS names what is not here."""
-    local = jax.local_devices()
-    if local[0].platform == "cpu":
-        return local[:1]  # of --xla_force_host_platform_device_count, all on one piece of silicon
-    with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS leaves it out
-        local = [*local, jax.local_devices(backend="cpu")[0]]
-    return local
-
-
-def implementations(device: Any) -> dict[str, str | None]:
-    """The reason why each implementation cannot run on a device, by implementation; None for one that can."""
-    return {"triton": target.missing(platform_of(device)), "xla": None}
-
-
-def installed() -> dict[str, str | None]:
-    """The version of each package by name; None where it is not installed."""
-    found = {"python": platform.python_version(), "jln": jln.__version__, **dict.fromkeys(PACKAGES)}
+def installed() -> dict[str, str]:
+    """The version of each package that is installed, by name."""
+    found = {"python": platform.python_version(), "jln": jln.__version__}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
 
 
-def _bad_pairs(versions: dict[str, str | None]) -> Iterator[str]:
+def _bad_pairs(versions: dict[str, str]) -> Iterator[str]:
     """Say which versions do not work together, what comes of it, and what mends it."""
-    numbers = {name: [int(n) for n in re.findall(r"\d+", v)[:3]] for name, v in versions.items() if v}
+    numbers = {name: [int(n) for n in re.findall(r"\d+", v)[:3]] for name, v in versions.items()}
     if numbers.get("triton", [9]) < [3, 9] and numbers["numpy"] >= [2, 4]:
         yield "Triton's interpreter fails with triton before 3.9 and numpy 2.4, a GPU does not: install triton>=3.9"
     if any(numbers[name] != numbers["jaxlib"] for name in numbers if name.endswith("-plugin")):
         yield "JAX's plugin for the GPU is of another version than jaxlib, and so unused: install both of one version"
 
 
+def _bad_imports(versions: dict[str, str], has_gpu: bool) -> Iterator[str]:
+    """Import what is installed, and say what raises. Without a GPU its packages may, as jax-triton 0.3.1 does."""
+    for package in filter(versions.get, PACKAGES):
+        try:
+            import_module(package.removeprefix("dm-").replace("-", "_"))
+        except Exception as error:
+            said = f"the import of {package} {versions[package]} raises {type(error).__name__}: {error}".splitlines()[0]
+            yield f"Without a GPU no fault: {said}" if package.startswith("jax-") and not has_gpu else f"BROKEN: {said}"
+
+
 def choices(device: Any) -> Iterator[tuple[str, str, str, str]]:
     """Find what each operator runs on a device, by lowering its gradient for the device's platform."""
     for form in (form for name, form in FORMS.items() if name == form.name):
-        for label, features in FEATURES.items():
+        for label, features in ("", 1024), (", few features", 64):  # of a Linear: kernels around products, and fused
             if form.is_linear or not label:
                 function, arrays = form.function(), form.draw((256, 1024), (features,), "bfloat16")
                 forward = _kernels(function, arrays, device)
@@ -119,15 +121,11 @@ def _facts(chip: Chip) -> Iterator[str]:
         yield 'None stays XLA until a card has measured the kernels; implementation="triton" asks for them.'
 
 
-def _idle_gpu(local: list[Any]) -> Iterator[str]:
-    """Say which GPU is here that JAX, or Triton, does not use."""
-    if gpus := [device for device in local if device.platform == "gpu"]:
-        if (why := implementations(gpus[0])["triton"]) is not None:
-            yield f"the GPU runs jln without its Triton kernels: {why}"
-        return
+def _hidden_gpus(has_gpu: bool) -> Iterator[str]:
+    """Say which GPU is here that JAX does not see, if it sees none."""
     # A container has the number that its GPU has on the machine.
     for name, files in (("cuda", "nvidia[0-9]*"), ("rocm", "kfd")):
-        if any(DEVICE_FILES.glob(files)):
+        if not has_gpu and any(DEVICE_FILES.glob(files)):
             platforms = os.environ.get("JAX_PLATFORMS", "")
             hidden = f"JAX_PLATFORMS={platforms} may hide it" if platforms else target.INSTALL[name]
             yield f"there is a GPU for {name}, and JAX does not see it: {hidden}"

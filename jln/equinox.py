@@ -9,13 +9,12 @@ own code. `jln.explain(layer, x)` tells which of the two a call takes, and why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 
-from jln import _explain, _modules
+from jln import _modules
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -37,7 +36,7 @@ class LayerNorm(eqx.nn.LayerNorm):
           residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
         own = super().__call__
-        y = _modules.Layer(self, _explain.place(self), own, lambda x: _read(self, x)).call(x, residual)
+        y = _modules.Layer(self, own, lambda x: _read(self, x)).call(x, residual)
         return y if state is _ABSENT else (y, state)
 
 
@@ -53,7 +52,7 @@ class RMSNorm(eqx.nn.RMSNorm):
           x, state, key, residual: those of a call of `LayerNorm`.
         """
         own = super().__call__
-        y = _modules.Layer(self, _explain.place(self), own, lambda x: _read(self, x)).call(x, residual)
+        y = _modules.Layer(self, own, lambda x: _read(self, x)).call(x, residual)
         return y if state is _ABSENT else (y, state)
 
 
@@ -63,12 +62,3 @@ def _read(layer: LayerNorm | RMSNorm, x: jax.Array) -> _modules.Norm | str:
     if (layer.weight is None) == layer.use_weight or (layer.bias is None) == layer.use_bias:
         return "a parameter is missing"
     return _modules.Norm(layer.weight, layer.bias, layer.eps, isinstance(layer, LayerNorm), x.dtype)
-
-
-@_explain.places.register(eqx.Module)
-def _(model: eqx.Module) -> Mapping[int, str]:
-    def is_norm(a: Any) -> bool:
-        return isinstance(a, LayerNorm | RMSNorm)
-
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_norm)
-    return {id(node): jax.tree_util.keystr(path) for path, node in nodes if is_norm(node)}

@@ -11,7 +11,6 @@ and why. Haiku computes in the dtype of its inputs. Here all is in float32, roun
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ import haiku as hk
 import jax
 import numpy as np
 
-from jln import _explain, _modules
+from jln import _modules
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
@@ -37,7 +36,7 @@ def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array) -> _modules.Norm | str:
 
 
 def _layer(module: hk.Module, own: Any, read_norm: Any, read_linears: Any = None) -> _modules.Layer:
-    return _modules.Layer(module, module.module_name, own, read_norm, read_linears, hk.running_init())
+    return _modules.Layer(module, own, read_norm, read_linears, hk.running_init())
 
 
 class LayerNorm(hk.LayerNorm):
@@ -185,17 +184,3 @@ class RMSNormLinear(_NormLinear):
         self.make_norm = functools.partial(RMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
         self.linear_options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
         self.output_size = output_size
-
-
-@_explain.traceable.register(hk.Transformed)
-@_explain.traceable.register(hk.TransformedWithState)
-def _(model: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        key = jax.random.key(0)
-        with _explain.listen(None):  # of the call that makes the parameters, in which nothing is fused
-            variables = model.init(key, *args, **kwargs)
-        variables = variables if isinstance(model, hk.TransformedWithState) else (variables,)
-        rng = (key,) if "rng" in inspect.signature(model.apply).parameters else ()  # not of hk.without_apply_rng
-        return model.apply(*variables, *rng, *args, **kwargs)
-
-    return call

@@ -11,7 +11,7 @@ of the two a call takes, and why. Results differ by rounding, and the variance i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import initializers
 
-from jln import _explain, _modules
+from jln import _modules
 
 __all__ = ["LayerNorm", "LayerNormDense", "RMSNorm", "RMSNormDense"]
 
@@ -37,7 +37,7 @@ class LayerNorm(nn.LayerNorm):
           residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
         own = functools.partial(super().__call__, mask=mask)
-        return _modules.Layer(self, "/".join(self.path), own, lambda x: _read_norm(self, x, mask)).call(x, residual)
+        return _modules.Layer(self, own, lambda x: _read_norm(self, x, mask)).call(x, residual)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -51,7 +51,7 @@ class RMSNorm(nn.RMSNorm):
           x, mask, residual: those of a call of `LayerNorm`.
         """
         own = functools.partial(super().__call__, mask=mask)
-        return _modules.Layer(self, "/".join(self.path), own, lambda x: _read_norm(self, x, mask)).call(x, residual)
+        return _modules.Layer(self, own, lambda x: _read_norm(self, x, mask)).call(x, residual)
 
 
 class _NormDense(nn.Module):
@@ -90,7 +90,7 @@ class _NormDense(nn.Module):
         denses = [nn.DenseGeneral(n, precision=self.precision, name=name, **options, **both) for name, n in sizes]
         own = _modules.in_turn(norm, denses, several)
         read = functools.partial(_read_norm, norm), functools.partial(_read_denses, denses, several)
-        layer = _modules.Layer(self, "/".join(self.path), own, *read, in_init=self.is_initializing())
+        layer = _modules.Layer(self, own, *read, in_init=self.is_initializing())
         return layer.call(x, residual, quantize)
 
 
@@ -159,15 +159,3 @@ def _read_denses(denses: Sequence[nn.DenseGeneral], several: bool, x: jax.Array)
         kernels.append(parameters["kernel"])
         biases.append(parameters.get("bias"))
     return _modules.Linears(kernels, biases, several, denses[0].dtype, denses[0].precision)
-
-
-@_explain.traceable.register(nn.Module)
-def _(model: nn.Module) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        key = jax.random.key(0)
-        rngs = {"params": key, "dropout": key}
-        with _explain.listen(None):  # of the call that makes the variables, in which nothing is fused
-            variables = model.init(rngs, *args, **kwargs)
-        return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
-
-    return call

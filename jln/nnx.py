@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import jax
@@ -22,10 +21,9 @@ from flax import nnx
 from flax.core import FrozenDict
 from flax.nnx.nn import dtypes, linear
 
-from jln import _explain, _modules
-from jln._fuse import transformation
+from jln import _modules
 
-__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear", "fuse"]
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -40,7 +38,7 @@ class LayerNorm(nnx.LayerNorm):
           residual: `x`'s shape. The norm is of `total = x + residual`, which is made and read once.
         """
         own = functools.partial(super().__call__, mask=mask)
-        return _modules.Layer(self, _place(self), own, lambda x: _read_norm(self, x, mask)).call(x, residual)
+        return _modules.Layer(self, own, lambda x: _read_norm(self, x, mask)).call(x, residual)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -53,7 +51,7 @@ class RMSNorm(nnx.RMSNorm):
           x, mask, residual: those of a call of `LayerNorm`.
         """
         own = functools.partial(super().__call__, mask=mask)
-        return _modules.Layer(self, _place(self), own, lambda x: _read_norm(self, x, mask)).call(x, residual)
+        return _modules.Layer(self, own, lambda x: _read_norm(self, x, mask)).call(x, residual)
 
 
 # out_features of one Linear, or by the name of each of several.
@@ -98,7 +96,7 @@ class _NormLinear(nnx.Module):
             return _modules.Linears(kernels, biases, self.several, linears[0].dtype, linears[0].precision)
 
         own = _modules.in_turn(self.norm, linears, self.several)
-        return _modules.Layer(self, _place(self), own, read_norm, read_linears).call(x, residual, quantize)
+        return _modules.Layer(self, own, read_norm, read_linears).call(x, residual, quantize)
 
 
 class LayerNormLinear(_NormLinear):
@@ -200,26 +198,8 @@ def _read_norm(layer: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None 
     return _modules.Norm(scale, offset, layer.epsilon, subtract_mean, layer.dtype)
 
 
-def fuse(
-    function: Callable[..., Any] | None = None,
-    *,
-    linears: bool = False,
-    implementation: str | None = None,
-    forward_mode: bool = False,
-) -> Callable[..., Any]:
-    """Return what `jln.fuse` makes of a function whose arguments have Flax NNX objects in them.
-
-    What a call changes in a Module, Rngs, Metric or Optimizer, such as counters and the keys of random numbers, is
-    changed in the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`. An object among the
-    results is a copy. Errors are those of `jln.fuse`.
-
-    Args:
-      function: as of `jln.fuse`; such objects may be anywhere in its arguments.
-      linears, implementation, forward_mode: as of `jln.fuse`.
-    """
-    options: Any = {"linears": linears, "implementation": implementation, "forward_mode": forward_mode}
-    if function is None:
-        return functools.partial(fuse, **options)
+def on_objects(function: Callable[..., Any], transform: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `transform(function)` of arguments with Flax NNX objects, in which it changes what `function` changes."""
 
     def pure(_: Any, tree: Any) -> tuple[Any, Any]:
         args, kwargs = nnx.from_tree(tree, ctxtag=_FUSE, is_inner=True)
@@ -228,17 +208,16 @@ def fuse(
         return results, nnx.to_tree(objects, ctxtag=_FUSE)
 
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
-    program = transformation.fuse(pure, **options)
+    program = transform(pure)
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_FUSE):
             tree = nnx.to_tree((args, kwargs), split_fn=_split, ctxtag=_FUSE)
             results, objects = program(_UNHASHABLE, tree)
             nnx.from_tree(objects, ctxtag=_FUSE, is_inner=False)  # into the caller's
         return results
 
-    return wrapper
+    return call
 
 
 _FUSE = "jln.fuse"  # the name of Flax's context, in which it knows an object from its copy inside of a function
@@ -253,29 +232,3 @@ def _is_object(a: Any) -> bool:
 def _split(context: Any, path: Any, prefix: Any, a: Any) -> Any:
     """An object's graph and state. A Variable outside of objects, as in a State, stays what it is to JAX."""
     return nnx.NodeStates.from_split(*context.split(a)) if _is_object(a) else a
-
-
-_PATH = "_jln_path"  # of layers where `explain` traces them: Flax's transformations keep this, and no object
-
-
-def _place(layer: nnx.Module) -> str:
-    return getattr(layer, _PATH, "")
-
-
-@_explain.traceable.register(MethodType)
-@_explain.traceable.register(nnx.Module)
-def _(function: Any) -> Callable[..., Any]:
-    """A model or its method, of a copy: a trace must not write into the model's own counts and statistics."""
-    is_method = isinstance(function, MethodType)
-    model, method = (function.__self__, function.__func__) if is_method else (function, type(function).__call__)
-    if not isinstance(model, nnx.Module):
-        return function
-    graphdef, state = nnx.split(model)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        copy = nnx.merge(graphdef, state, copy=True)
-        for path, module in list(nnx.iter_modules(copy)):
-            setattr(module, _PATH, ".".join(map(str, path)))
-        return method(copy, *args, **kwargs)
-
-    return call

@@ -6,7 +6,6 @@ A body is rewritten by itself, with the arguments and results that it has. What 
 from __future__ import annotations
 
 import contextlib
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jln import _explain
+from jln import _routes
 from jln._fuse.calls import Options
 from jln._fuse.graph import Graph, Node, bind
 from jln._fuse.rewriting import Finding, rewrite
@@ -35,22 +34,30 @@ def evaluate(program: ClosedJaxpr, arrays: Arrays, options: Options, findings: l
 
     def results_of(node: Node, operands: Arrays) -> Arrays:
         if node.equation is None:
+            if node.remark is not None:
+                _note(node.remark, operands[0])
             with _author_context(node.outputs[0].maker):
-                return _call(node, operands)
+                return node.call(*operands)
         if node.position in left:
-            _note_left(left.pop(node.position))
+            _note(left.pop(node.position))
         with _author_context(node):
             return _bind(node.equation, operands, options, findings, shared)
 
     results = graph.run(dict(zip(graph.inputs, arrays, strict=True)), results_of)
     for finding in left.values():  # of which nothing runs
-        _note_left(finding)
+        _note(finding)
     return results
 
 
-def _note_left(finding: Finding) -> None:
-    """Note a norm that stays as it was, at the model's line."""
-    _explain.note(f"norm of {finding.x.aval.str_short()}", "plain", f"{finding.why}; {place(finding.node)}")
+def _note(finding: Finding, read: Any = None) -> None:
+    """Note an operator, or a norm that stays as it was, at the model's line. read: what the operator reads."""
+    if (operator := finding.operator) is None:
+        route = f"norm of {finding.x.aval.str_short()}", "plain", finding.why
+    else:
+        path = "fused" if operator.endswith("_linear") else "norm"
+        route = f"jln.{operator}", path, "; ".join(filter(None, (", ".join(finding.operands), finding.why)))
+    with _author_context(finding.node):
+        _routes.note(*route, read)
 
 
 def _is_of_known_shapes(jaxpr: Jaxpr) -> bool:
@@ -65,37 +72,15 @@ def _author_context(node: Node | None):
     if node is None:
         yield
         return
-    info = node.equation.source_info
+    # A jit of a framework's has the lines of its first call inside, whoever calls it.
+    is_foreign = lambda jit: _routes.is_of_framework(jit.params["jaxpr"].jaxpr.debug_info.func_filename or "")  # noqa: E731
+    traceback = next(filter(is_foreign, node.within), node.equation).source_info.traceback
     names = source_info_util.current_name_stack()
     for jit in node.within:
         names = (names + jit.source_info.name_stack).extend(f"jit({jit.params['name']})")
-    names += info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=names), node.equation.ctx.manager:
+    names += node.equation.source_info.name_stack
+    with source_info_util.user_context(traceback, name_stack=names), node.equation.ctx.manager:
         yield
-
-
-_INSTALLED = (f"-packages/{name}/" for name in ("jax", "flax", "haiku", "equinox", "keras", "numpy"))
-_FRAMEWORKS = ("/jax/_src/", str(pathlib.Path(_explain.__file__).parent), *_INSTALLED)
-
-
-def place(node: Node) -> str:
-    """The model's line, `file:line (function)`: the innermost that is in no framework's folder."""
-    infos = [e.source_info for e in (node.equation, *reversed(node.within))]
-    for frame in [frame for info in infos if info.traceback is not None for frame in info.traceback.frames]:
-        if not any(folder in frame.file_name for folder in _FRAMEWORKS):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return source_info_util.summarize(infos[0])
-
-
-def _call(node: Node, operands: Arrays) -> Arrays:
-    """The results of a call, which is noted as an operator at the model's line if it is one."""
-    assert node.call is not None
-    if (finding := node.remark) is not None:
-        remark = f" ({finding.why})" if finding.why else ""
-        path = "fused" if str(finding.operator).endswith("_linear") else "norm"
-        why = f"{', '.join(finding.operands)}{remark}; {place(finding.node)}"
-        _explain.note(f"jln.{finding.operator}", path, why, operands[0])
-    return node.call(*operands)
 
 
 def _bind(equation: Any, operands: Arrays, options: Options, findings: list[Finding], shared: dict[Any, Any]) -> Arrays:
@@ -147,7 +132,7 @@ def _rewrite(body: ClosedJaxpr, options: Options, findings: list[Finding]) -> Cl
 
     rewritten = jax.make_jaxpr(same)(*body.in_avals)
     findings += own
-    return rewritten if any(f.operator is not None or _explain.listen.value is not None for f in own) else body
+    return rewritten if any(f.operator is not None or _routes.listen.value is not None for f in own) else body
 
 
 def _as(aval: Any, array: Any) -> Any:

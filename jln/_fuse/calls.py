@@ -70,10 +70,11 @@ class Call(NamedTuple):
     norm: NormArguments
     options: dict[str, Any]
 
-    def names(self) -> tuple[str, ...]:
-        """The names of the arrays that the operator is given."""
-        given = [name for name, a in self.operands.items() if any(b is not None for b in _several(a))]
-        return tuple("residual" if name == "added" else name for name in given)
+    def words(self) -> tuple[str, ...]:
+        """The arrays that the operator is given, in words."""
+        counts = {name: sum(b is not None for b in _several(a)) for name, a in self.operands.items()}
+        several = {"kernel": "kernels", "bias": "biases"}
+        return tuple(_WORDS.get(a, a) if n == 1 else f"{n} {several[a]}" for a, n in counts.items() if n)
 
     def inputs(self) -> list[Value]:
         return [b.value for a in self.operands.values() for b in _several(a) if isinstance(b, Operand)]
@@ -86,6 +87,10 @@ class Call(NamedTuple):
 
         given = {n: tuple(map(read, a)) if type(a) is tuple else read(a) for n, a in self.operands.items()}
         return call(Arrays(**given), self.norm, **self.options)
+
+
+# What an array is to the reader, where that is not its name.
+_WORDS = {"x_scale": "scale of x", "x_bias": "bias of x", "added": "residual"}
 
 
 def _several(a: Any) -> tuple[Any, ...]:

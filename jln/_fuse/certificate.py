@@ -171,16 +171,16 @@ def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
     """
     name = node.operation
     if name == "select_n":
-        return None if constants.number(node.inputs[0]) is not None else "a selection by a value"
+        return None if constants.number(node.inputs[0]) is not None else node.words
     if name == "max":
         is_zero = any(constants.number(v) == 0 for v in node.inputs)
-        return None if is_zero and node.output.size < full else "a maximum"
+        return None if is_zero and node.output.size < full else node.words
     if name == "convert_element_type":
         dtypes = {node.inputs[0].dtype.name, node.output.dtype.name}
         return None if dtypes <= FLOATS else f"a cast to {node.output.dtype.name}"
     if name in ("reshape", "squeeze", "expand_dims"):
         return None if only_ones_differ(node.inputs[0].shape, node.output.shape) else "a reshape"
-    return None if name in ANALYTIC else name
+    return None if name in ANALYTIC else node.words
 
 
 def compute(

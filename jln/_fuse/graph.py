@@ -72,12 +72,23 @@ class Node:
         return "" if self.equation is None else self.equation.primitive.name
 
     @property
+    def words(self) -> str:
+        """The operation in words, as reasons name it."""
+        return _WORDS.get(self.operation, f"{'an' if self.operation[:1] in 'aeiou' else 'a'} {self.operation}")
+
+    @property
     def params(self) -> dict[str, Any]:
         return self.equation.params
 
     @property
     def output(self) -> Value:
         return self.outputs[0]
+
+
+_WORDS = {"add": "an addition", "sub": "a subtraction", "mul": "a multiplication", "div": "a division"}
+_WORDS |= {"max": "a maximum", "abs": "an absolute value", "select_n": "a selection by a value"}
+_WORDS |= dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne"), "a comparison")
+_WORDS |= dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "a function with derivatives of its own")
 
 
 class Graph:

@@ -64,7 +64,7 @@ def linears_of(graph: Graph, norm: Norm, constants: Constants) -> list[Linear] |
 def _linear(graph: Graph, z: Value, node: Node, constants: Constants) -> Linear | str:
     last = z.ndim - 1
     if node.operation != "dot_general":
-        return f"{node.operation} reads its result"
+        return f"{node.words} reads its result"
     if graph.maker(node.output) is not node:
         return "a product of another norm's result reads it"
     if node.inputs[0] is node.inputs[1]:

@@ -84,7 +84,11 @@ def _summed_axes(node: Node) -> tuple[int, ...]:
 
 
 def _is_of_squares(node: Node, constants: Constants) -> bool:
+    """True of a sum of squares, perhaps of those that a mask selects."""
     values = _origins(node.inputs[0], constants)
+    values += [
+        v for value in values if value.maker and value.operation in ("select_n", "mul") for v in value.maker.inputs
+    ]
     return node.operation == "dot_general" or any(_root(v, constants) is not None for v in values)
 
 

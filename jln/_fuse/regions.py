@@ -129,20 +129,32 @@ class Region:
         """The reason why there is no norm, in a few words; None where nothing here looks like one."""
         if self.x.operation == "stop_gradient" or any(n.operation == "stop_gradient" for n, _ in self.blocks):
             return "statistics are read through stop_gradient"
-        roots = [n for n in self.nodes if n.operation in ("rsqrt", "sqrt", "pow")]
-        # Where the root is of something else than a row's statistic there is no norm to miss.
         rows = self.x.size // math.prod(self.x.shape[a] for a in self.features)
-        is_of_rows = any(n.output.size == rows for n in roots)
-        reasons = [why for n, why in self.blocks if why in _NEARLY and n.output.size == rows]
-        if reasons and (not roots or (is_of_rows and not self.candidates)):
-            return f"{reasons[0]} in the statistics"
-        if not is_of_rows:
+        if not self._scales_rows(rows):
             return None
-        if any(p.size == 1 for of in self.parameters.values() for p in of):
-            return "epsilon is an argument"
+        reasons = [self.x.maker.words] if self.x.maker is not None and self.x.operation == "select_n" else []
         if not self.candidates:
-            return None
-        return "it is no layer_norm or rms_norm of its rows"
+            reasons += [why for n, why in self.blocks if n.output.size == rows and why != "a comparison"]
+        if reasons:
+            return f"{reasons[0]} in the statistics"
+        if any(p.size == 1 for of in self.parameters.values() for p in of):
+            return "a number in it is an argument, as epsilon may be"
+        return "nothing here equals layer_norm or rms_norm on random rows"
+
+    def _scales_rows(self, rows: int) -> bool:
+        """True where a root of the statistic, through whatever, multiplies or divides an array of x's size."""
+        values = {self.statistic.output: False}  # whether there is a root behind the statistic
+        for v in (queue := [*values]):
+            for node in v.readers:
+                has_root = values[v] or node.operation in ("rsqrt", "sqrt", "pow")
+                for made in node.outputs:
+                    if has_root and node.operation in ("mul", "div") and made.size == self.x.size:
+                        return True
+                    is_small = getattr(made.aval, "size", 0) == rows or node.operation == "broadcast_in_dim"
+                    if is_small and not values.get(made, False) and len(queue) < MOST_STEPS_BACK:
+                        values[made] = has_root
+                        queue.append(made)
+        return False
 
     def structure(self, order: dict[Parameter, int]) -> tuple:
         """A key of what the region is, whatever the names: equal ones compute the same."""
@@ -159,9 +171,6 @@ class Region:
         nodes = tuple((n.operation, str(n.params), n.output.aval.str_short(), *map(read, n.inputs)) for n in self.nodes)
         candidates = tuple(places[y] for y in self.candidates)
         return self.x.shape, self.features, nodes, tuple(p.shape for p in order), candidates
-
-
-_NEARLY = ("a maximum", "a selection by a value", "psum", "psum_invariant", "clamp", "abs", "custom_jvp_call")
 
 
 def widens(value: Value) -> bool:

@@ -15,7 +15,7 @@ from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, is_product, keeps_by_name, linears_of
 from jln._fuse.norms import Norm, norms_of
 from jln._fuse.readers import Reader, hands_on, readers, shapes, spreads
-from jln._fuse.regions import Parameter
+from jln._fuse.regions import Parameter, peel
 from jln._junction.arguments import groups_of
 from jln._junction.arrays import DY
 from jln._junction.linears.tiles import FUSED_FEATURES
@@ -24,7 +24,7 @@ from jln._junction.linears.tiles import FUSED_FEATURES
 class Finding(NamedTuple):
     """A norm of a program: the operator that runs in its place, or why it is left as it is.
 
-    operator: its name; None where the norm is left. operands: the names of the arrays that it is given. node: an
+    operator: its name; None where the norm is left. operands: the arrays that it is given, in words. node: an
       equation of the norm's, which knows its place in the code. is_chosen: False where nothing was certified.
     """
 
@@ -107,13 +107,14 @@ def _keeps_dtype(node: Node) -> bool:
     return shapes(node) and not _is_quantised(node.output)
 
 
-def _why_no_product(graph: Graph, y: Value) -> str:
+def _why_no_product(graph: Graph, y: Value, constants: Constants) -> str:
     """The reason why an RMSNorm that no product reads is left."""
     behind = readers(graph, y, lambda node: _keeps_dtype(node) or node.operation in _ELEMENTWISE)
     for _, node, between in behind:
-        steps = [n.operation for n in between if not shapes(n)]
+        steps = [n for n in between if not shapes(n)]
         if node is not None and is_product(node) and steps:
-            return _IS_READ_FAR_FROM_A_PRODUCT.format(steps[0])
+            is_bias = steps[0].operation == "add" and any(peel(v, constants).size < y.size for v in steps[0].inputs)
+            return _IS_READ_FAR_FROM_A_PRODUCT.format(steps[0].words + " of a bias" * is_bias)
     return _IS_READ_BY_NO_PRODUCT
 
 
@@ -184,7 +185,7 @@ class _Rewriting:
         if _is_read_by_a_product(self.graph, norm.y):
             return None
         is_taken = addition is not None and not _is_read_in_eight_bits(self.graph, addition.y)
-        return None if is_taken else _why_no_product(self.graph, norm.y)
+        return None if is_taken else _why_no_product(self.graph, norm.y, self.constants)
 
     def _hands_on(self, norm: Norm) -> bool:
         """True where a norm without a sum hands on x, for those that read it behind: in a checkpoint's body."""
@@ -223,7 +224,7 @@ class _Rewriting:
         finish = functools.partial(results_of, call, norm, junction, linears)
         node = norm.y.maker
         assert node is not None
-        finding = Finding(call.operator, call.names(), why, node, norm.x)
+        finding = Finding(call.operator, call.words(), why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
 

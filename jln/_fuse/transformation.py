@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,10 +19,10 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jln import _checks
-from jln._explain import inner_programs
 from jln._fuse.bodies import evaluate
 from jln._fuse.calls import Options
 from jln._fuse.rewriting import Finding
+from jln._routes import inner_programs
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Of what one function keeps: programs, each of which holds its static arguments, and equations in all of them. An
@@ -62,7 +63,9 @@ def fuse(
     Args:
       function: a function of arrays and of anything else, such as a loss. Leaves of its arguments that are no arrays
         are static, in a trace NumPy's scalars too, and compared by `==`: what is changed in one between calls must
-        change that. Strings and enums among its results are handed on. None: the result is a decorator.
+        change that. Strings and enums among its results are handed on. Of a Module, Rngs, Metric or Optimizer of Flax
+        NNX what a call changes is changed in the caller's; one among the results is a copy. None: the result is a
+        decorator.
       linears: have the Linears behind a norm keep what the norm read, not its result. Less memory is held between
         forward and backward, and up to 3 % more bytes are moved. They do in any case in a scan, and where a
         `jax.checkpoint` keeps products and no more.
@@ -72,8 +75,7 @@ def fuse(
       A function with `function`'s arguments and results.
 
     Raises:
-      TypeError: `function` is not callable, or an argument of the call is an object of Flax NNX, such as a Module or
-        Rngs, whose changes would be lost: `jln.nnx.fuse` is for these.
+      TypeError: `function` is not callable.
       ValueError: the implementation is unknown.
     """
     options = Options(
@@ -93,10 +95,15 @@ def _wrap(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
     is_known = False  # whether its user was warned
     programs: dict[Hashable, _Program] = {}  # of calls outside of any trace, by what they depend on
 
+    @functools.cache
+    def on_objects() -> Callable[..., Any]:
+        return importlib.import_module("jln.nnx").on_objects(function, lambda pure: _wrap(pure, options))
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_known
-        _refuse_modules(args, kwargs)
+        if (nnx := sys.modules.get("flax.nnx")) and _has_leaf(nnx.Pytree, (args, kwargs)):
+            return on_objects()(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         is_traced = not trace_state_clean() or any(isinstance(a, Tracer) for a in leaves)
         # A NumPy scalar that an outer jit holds static stays a number.
@@ -206,7 +213,7 @@ def _remark(name: str, program: ClosedJaxpr, findings: list[Finding]) -> None:
 
     A function that calls the operators itself has norms enough.
     """
-    if _differentiates(program):
+    if differentiates(program):
         warnings.warn(
             f"jln.fuse: {name} differentiates inside, and fuse saves nothing there, as its backward pass "
             "reads what the norms have made: wrap the loss inside, jax.value_and_grad(jln.fuse(loss))",
@@ -220,7 +227,7 @@ def _remark(name: str, program: ClosedJaxpr, findings: list[Finding]) -> None:
         )
 
 
-def _differentiates(program: ClosedJaxpr) -> bool:
+def differentiates(program: ClosedJaxpr) -> bool:
     """True for a program with a backward pass in it or in a body, which JAX names so in its equations."""
     return any(
         e.primitive.name in _HEAVY and "transpose(" in str(e.source_info.name_stack)
@@ -232,15 +239,6 @@ def _differentiates(program: ClosedJaxpr) -> bool:
 _HEAVY = ("dot_general", "reduce_sum", "mul")
 
 
-def _refuse_modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where an argument is or has an object of Flax NNX, as a Module or Rngs: what the call changes is lost."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    is_object = lambda a: isinstance(a, nnx.Pytree)  # noqa: E731
-    objects = [a for a in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(a)]
-    if objects:
-        raise TypeError(
-            "jln.fuse would lose what a call changes in an object of Flax NNX, as its argument "
-            f"{type(objects[0]).__name__} is: use jln.nnx.fuse, or give the object's state and merge it inside"
-        )
+def _has_leaf(kind: type, tree: Any) -> bool:
+    """True of a tree that has an object of a kind, which is then no node of it."""
+    return any(isinstance(a, kind) for a in jax.tree.leaves(tree, is_leaf=lambda a: isinstance(a, kind)))

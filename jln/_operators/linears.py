@@ -10,11 +10,11 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._checks import array
-from jln._explain import note_calls
 from jln._junction.arguments import Gate, NormArguments
 from jln._junction.arrays import Arrays
 from jln._operators.call import call, summands
 from jln._operators.eight_bits import Quantize, Scaled
+from jln._routes import note_calls
 from jln.reference import Biases, Kernels
 
 Products = Any  # as the kernels: an array or a tuple of arrays

@@ -7,11 +7,11 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._checks import array
-from jln._explain import note_calls
 from jln._junction.arguments import Axis, NormArguments
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
 from jln._operators.eight_bits import Kind, Result
+from jln._routes import note_calls
 
 
 @note_calls("norm")

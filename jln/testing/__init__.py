@@ -13,6 +13,7 @@ central differences.
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,8 +94,7 @@ def check_hvp(
 
 def check_fuse(
     f: Callable[..., Any],
-    args: Sequence[Any],
-    *,
+    *args: Any,
     linears: bool = False,
     implementation: str | None = None,
     dtype: Any = "float64",
@@ -104,23 +104,26 @@ def check_fuse(
 
     An element passes if its error is a small part of its array's largest element: 1e-10 where all of `f` is in float64,
     1e-4 where some of it is in float32 whatever its arguments are, and as `TOLERANCES` has it where some is in 16 bits,
-    as `f` rounds there what the operators do not. The report and errors are those of `check_vjp`.
+    as `f` rounds there what the operators do not. The report's title says how many operators there are, or that
+    nothing was fused: then there was nothing to find. Errors are those of `check_vjp`.
 
     Args:
-      f: as of `check_vjp`; what it takes beside arrays is for `functools.partial`.
-      args, dtype, seed: as of `check_vjp`.
+      f: as of `check_vjp`, untouched; what it takes beside arrays and numbers is for `functools.partial`.
+      *args: its arguments, as of `jln.explain`; objects of Flax NNX may be among them.
       linears, implementation: as of `jln.fuse`.
+      dtype, seed: as of `check_vjp`.
     """
-    return compare(fuse(f, linears=linears, implementation=implementation), f, args, dtype=dtype, seed=seed)
+    transform = functools.partial(fuse, linears=linears, implementation=implementation)
+    return compare(transform, f, args, dtype=dtype, seed=seed)
 
 
-def assert_operators(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[str, int]) -> None:
+def assert_operators(f: Callable[..., Any], *args: Any, expect: Mapping[str, int]) -> None:
     """Raise unless `f(*args)` calls so many of each operator: a model may lose one to a change, without a word.
 
     Args:
       f: any function that `jln.explain` takes, such as one that `jln.fuse` returned.
-      args: its arguments.
-      expected: the number of calls by the operators' names, as in `{"add_rms_norm": 24, "rms_norm": 1}`. A call in a
+      *args: its arguments.
+      expect: the number of calls by the operators' names, as in `{"add_rms_norm": 24, "rms_norm": 1}`. A call in a
         loop counts once.
 
     Raises:
@@ -128,9 +131,8 @@ def assert_operators(f: Callable[..., Any], args: Sequence[Any], expected: Mappi
     """
     routes = explain(f, *args)
     calls = collections.Counter(r.layer.removeprefix("jln.") for r in routes if r.path != "plain")
-    if calls != collections.Counter(expected):
-        listed = "".join(f"\n  {route}" for route in routes)
-        raise AssertionError(f"expected the operators {dict(expected)}; found {dict(calls)}:{listed}")
+    if calls != collections.Counter(expect):
+        raise AssertionError(f"expected the operators {dict(expect)}; found {dict(calls)}: {routes}")
 
 
 def assert_vjp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> None:

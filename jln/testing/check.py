@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jln._explain import inner_programs
+from jln._explain import explain
+from jln._routes import inner_programs
 from jln.testing.report import TOLERANCES, Report, Row, Tolerance
 
 # Of the numbers that are drawn here: arguments often come from the stream of the seed itself, and would be equal.
@@ -49,23 +50,33 @@ def check(order: int, f, args, reference, dtype, tolerance: Any, seed: int) -> R
     return Report(title, tuple(Row.worst(name, a, t, allowed) for name, a, t in both))
 
 
-def compare(f: Callable[..., Any], own: Callable[..., Any], args: Sequence[Any], *, dtype: Any, seed: int) -> Report:
-    """Compare the results and gradients of `f` with those of `own`, the function that it is to be."""
+def compare(transform: Callable[..., Any], own: Callable[..., Any], args: Any, *, dtype: Any, seed: int) -> Report:
+    """Compare the results and gradients of a function with those of what `transform`, a form of `fuse`, makes of it."""
     truth = Problem.make("f", own, args, dtype)
     shapes = truth.shapes()
     weights = _draw(seed, shapes.values())
-    got, expected = (p.outcome(weights) for p in (dataclasses.replace(truth, f=f), truth))
+    leaves, tree = jax.tree.flatten(truth.args)  # of objects of Flax NNX, too
+
+    def flat(*leaves: Any) -> Any:
+        return own(*tree.unflatten(leaves))
+
+    flat.__name__ = title = getattr(own, "__name__", type(own).__name__)
+    fused = transform(flat)
+    ours = dataclasses.replace(truth, f=lambda *args: fused(*jax.tree.leaves(args)))
+    got, expected = (p.outcome(weights) for p in (ours, truth))
     with truth.context():
         program = jax.make_jaxpr(truth)(truth.floats)
+        operators = sum(route.path != "plain" for route in explain(fused, *leaves))
     coarsest = _coarsest(_dtypes(program) & {*TOLERANCES} or {"float64"})
     part, rows = _ALLOWED[coarsest], []
+    least = max(part * part, min(16 * float(jnp.finfo(coarsest).eps), 1e-6))
     for names, ours, theirs in zip((shapes, truth.names), got, expected, strict=True):
         sizes = [float(np.max(np.abs(np.asarray(t, "float64")), initial=0.0)) for t in theirs]
         for name, a, t, size in zip(names, ours, theirs, sizes, strict=True):
             # What is zero but for roundings, as the gradient of a bias of keys, has those of its neighbours.
-            rows.append(Row.worst(name, a, t, Tolerance(0.0, part * (size + part * max(sizes)))))
-    name = getattr(own, "__name__", type(own).__name__)
-    return Report(f"{name}: fused and untouched, in {coarsest}, random cotangent (seed {seed})", tuple(rows))
+            rows.append(Row.worst(name, a, t, Tolerance(0.0, part * size + least * max(sizes))))
+    what = f"{operators} operator{'s' * (operators > 1)} beside the untouched" if operators else "NOTHING WAS FUSED"
+    return Report(f"{title}: {what}, in {coarsest}, random cotangent (seed {seed})", tuple(rows))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

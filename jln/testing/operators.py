@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from jln import _operators, reference
 from jln._junction.arrays import OPERANDS, TABLE, Shape
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")
+ALIASES = {"bf16": "bfloat16"} | {f"{f}{bits}": f"float{bits}" for f in ("f", "fp") for bits in (16, 32, 64)}
 # Several rows a tile and a ragged last one; a row in chunks. Of Linears: few features, which are fused, and several
 # that are not. On a GPU also common rows, which take the interpreter many seconds.
 SIZES = (((37, 100), (64,)), ((2, 20000), (300, 40)))
@@ -32,6 +34,8 @@ ON_A_GPU = (((64, 1024), (64,)),)
 # The roundings of every operand that an error may be worth. One is enough for random data; those of a sum of terms near
 # each other all go one way: the most that was seen in dx is 9.2, for a mean of 1000 in float64.
 ROUNDINGS = 16
+# After so many checks the time of all is said. One of a Linear takes some three times as long as another, on a CPU.
+FEW, LINEAR_PART = 4, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +183,7 @@ def check_form(form: Form, dtype: str, implementation: str, device: Any, seed: i
     for shape, features in SIZES + (ON_A_GPU if device.platform == "gpu" else ()):
         arrays = form.draw(shape, features, dtype, seed)
         ours, plain = form.function(implementation=implementation), step(form.function(reference), form.arrays)
-        with jax.default_device(device):
+        with jax.enable_x64(dtype == "float64"), jax.default_device(device):
             results = jax.eval_shape(ours, *arrays)
             random = np.random.default_rng(seed + 1)
             cotangents = jax.tree.map(lambda a, r=random: r.standard_normal(a.shape).astype(a.dtype), results)
@@ -197,19 +201,26 @@ def check_form(form: Form, dtype: str, implementation: str, device: Any, seed: i
     return max(found, key=lambda pair: (not pair[0].ok, pair[0].part))
 
 
-def run(names: Iterable[str], dtypes: Iterable[str], implementations: Iterable[str]) -> int:
-    """Check forms in dtypes on this process' first device, a line each; return 1 if anything is wrong, else 0."""
-    device, wrong, started = jax.devices()[0], 0, time.monotonic()
-    for name, dtype, implementation in itertools.product(names, dtypes, implementations):
+def run(names: Iterable[str], dtypes: Iterable[str], implementations: Iterable[str], seconds: float = math.inf) -> int:
+    """Check forms on this process' first device, a line each; begin none after `seconds`; return 1 if one is wrong."""
+    device, done, wrong, started = jax.devices()[0], 0, 0, time.monotonic()
+    checks = [*itertools.product(names, dtypes, implementations)]
+    parts = [LINEAR_PART if FORMS[name].is_linear else 1 for name, *_ in checks]
+    print(f"{len(checks)} checks", file=sys.stderr)
+    for done, (name, dtype, implementation) in enumerate(checks, 1):
         try:
-            with jax.enable_x64(dtype == "float64"):
-                error, size = check_form(FORMS[name], dtype, implementation, device)
+            error, size = check_form(FORMS[name], dtype, implementation, device)
             said = f"{error.part:.2g}" if error.ok else f"WRONG: {error}, of {size}"
         except Exception as raised:  # one that raises is wrong, and leaves the others to run
             said = f"WRONG: {type(raised).__name__}: {' '.join(str(raised).split())[:500]}"
         wrong += "WRONG" in said
         print(f"{name}, {dtype}, {implementation}: {said}", flush=True)
-    verdict = f"{wrong} WRONG" if wrong else "all is right"
+        taken = time.monotonic() - started
+        if done == FEW < len(checks):
+            print(f"some {taken * sum(parts) / sum(parts[:done]):.0f} s for all", file=sys.stderr)
+        if taken > seconds:
+            break
+    verdict = f"{done} of {len(checks)} checks: {f'{wrong} WRONG' if wrong else 'all is right'}"
     print(f"{verdict} on {device.device_kind}, in {time.monotonic() - started:.0f} s")
     print("The numbers are the largest error as a part of what is allowed, of values and all gradients beside float64.")
     return int(wrong > 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import difflib
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -109,8 +111,15 @@ class Report:
 
 def align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """Write rows of cells as lines, columns two blanks apart; those in `left` are aligned left, the others right."""
-    columns = []
-    for i, column in enumerate(zip(*lines, strict=True)):
-        width = max(map(len, column))
-        columns.append([cell.ljust(width) if i in left else cell.rjust(width) for cell in column])
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [str.ljust if i in left else str.rjust for i in range(len(widths))]
+    padded = ([side(cell, n) for side, cell, n in zip(sides, line, widths, strict=True)] for line in lines)
+    return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def unknown(what: str, name: str, among: Iterable[str]) -> str:
+    """Word the refusal of a name: the known ones that are like it, or else all, as a shell takes them."""
+    by_case = {each.casefold(): shlex.quote(each) for each in among}
+    near = [by_case[each] for each in difflib.get_close_matches(name.casefold(), by_case)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(by_case.values())}"
+    return f"unknown {what} {name!r}; {hint}"

@@ -317,19 +317,26 @@ def test_second_derivatives_are_along_a_random_vector():
 
 
 def test_a_fused_function_is_compared_with_its_own(monkeypatch):
-    report = testing.check_fuse(norm, (X, X[0]))
+    report = testing.check_fuse(norm, X, X[0])
     assert report.ok and [row.name for row in report.rows] == ["result", "x", "scale"]
+    assert report.title.startswith("norm: 1 operator beside the untouched, in float64")
+    with pytest.warns(UserWarning, match="found no norm in sin"):
+        assert testing.check_fuse(jnp.sin, X).title.startswith("sin: NOTHING WAS FUSED")
     monkeypatch.setattr(testing, "fuse", lambda f, **_: lambda *args: f(*args) * (1 + 1e-9))
-    assert not testing.check_fuse(norm, (X, X[0])).ok
-    half = testing.check_fuse(norm_in_float32, (X, X[0]))
+    assert not testing.check_fuse(norm, X, X[0]).ok
+    half = testing.check_fuse(norm_in_float32, X, X[0])
     assert half.ok and " in float32," in half.title  # where 1e-9 is nothing
 
 
 def test_lost_operators_are_told():
     f = jln.fuse(norm)
-    assert testing.assert_operators(f, (X, X[0]), {"rms_norm": 1}) is None
-    with pytest.raises(AssertionError, match=r"(?s)found \{'rms_norm': 1\}:\n  jln.rms_norm: "):
-        testing.assert_operators(f, (X, X[0]), {"rms_norm": 2})
+    assert testing.assert_operators(f, X, X[0], expect={"rms_norm": 1}) is None
+    with pytest.raises(AssertionError, match=r"(?s)found \{'rms_norm': 1\}: 1 of 1 norms\n1 x jln.rms_norm: "):
+        testing.assert_operators(f, X, X[0], expect={"rms_norm": 2})
+    with pytest.raises(
+        AssertionError, match=r"(?s)found \{\}: not fused; .* norm, not by jln: .* makes it jln.rms_norm of x"
+    ):
+        testing.assert_operators(norm, X, X[0], expect={"rms_norm": 1})
 
 
 def check(f=jnp.sin, args=(X,), reference=jnp.sin, **options):

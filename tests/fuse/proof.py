@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jln
-from jln._explain import inner_programs
+from jln._routes import inner_programs
 from jln._fuse import rewriting
 
 H = 512

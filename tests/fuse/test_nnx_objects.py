@@ -1,4 +1,4 @@
-"""`jln.nnx.fuse` of functions whose arguments are objects of Flax NNX, and what a call changes in them."""
+"""`jln.fuse` of functions whose arguments are objects of Flax NNX, and what a call changes in them."""
 
 import gc
 import types
@@ -51,7 +51,7 @@ def assert_alike(a, b):
 def test_gradients_and_all_that_calls_change(jit):
     """Three steps leave value, gradients, counts, statistics and keys as they are without `fuse`."""
     results = []
-    for function in (loss, jln.nnx.fuse(loss)):
+    for function in (loss, jln.fuse(loss)):
         of, step = Model(), jit(nnx.value_and_grad(function))
         results.append(([step(of, X) for _ in range(3)], of))
     (wanted, untouched), (got, fused) = results
@@ -61,7 +61,7 @@ def test_gradients_and_all_that_calls_change(jit):
     assert int(fused.calls[...]) == 3
     assert wanted[0][0] != wanted[1][0]  # by other keys of the dropout
     assert_alike(untouched, fused)
-    routes = jln.explain(jln.nnx.fuse(loss), Model(), X)
+    routes = jln.explain(jln.fuse(loss), Model(), X)
     assert [r.layer for r in routes if r.path != "plain"] == ["jln.layer_norm", "jln.layer_norm"]
 
 
@@ -73,7 +73,7 @@ class Multiplied(nnx.Module):
 @pytest.mark.filterwarnings("ignore:jln.fuse found no norm")
 def test_an_eager_call_reads_an_attribute_that_was_changed():
     """Attributes are changed in place, and to a number that equals the one before."""
-    fused = jln.nnx.fuse(lambda module: module.w[...] * module.factor.of)
+    fused = jln.fuse(lambda module: module.w[...] * module.factor.of)
     module = Multiplied(types.SimpleNamespace(of=0.0))
     for number in (0.0, -0.0, 5.0):
         module.factor.of = number
@@ -82,7 +82,7 @@ def test_an_eager_call_reads_an_attribute_that_was_changed():
 
 def test_an_eager_call_keeps_nothing():
     """A program that is kept is some hundred objects."""
-    fused, of = jln.nnx.fuse(loss), Model()
+    fused, of = jln.fuse(loss), Model()
 
     def objects():
         fused(of, X)
@@ -97,12 +97,14 @@ def test_an_eager_call_keeps_nothing():
 
 
 def test_a_module_among_the_results_is_a_copy():
-    made, y = jln.nnx.fuse(lambda m, x: (m, m.norm(x)))(of := Model(), X)
+    made, y = jln.fuse(lambda m, x: (m, m.norm(x)))(of := Model(), X)
     assert_alike(made, of)
     np.testing.assert_allclose(y, of.norm(X), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("argument", [Model(), nnx.Rngs(0), nnx.metrics.Average()], ids=lambda a: type(a).__name__)
-def test_plain_fuse_refuses_what_it_would_lose(argument):
-    with pytest.raises(TypeError, match=rf"argument {type(argument).__name__} is: use jln.nnx.fuse"):
-        jln.fuse(lambda a, x: jax.nn.standardize(x))({"of": argument}, X)
+def test_objects_may_be_anywhere(argument):
+    fused = jln.fuse(lambda a, x: (jax.nn.standardize(x), jax.tree.leaves(a)))
+    got, wanted = fused({"of": argument}, X), fused.__wrapped__({"of": argument}, X)
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-5, atol=1e-5)
+    assert len(got[1]) == len(wanted[1])

@@ -64,14 +64,14 @@ def across(x, s):
     return x * lax.rsqrt(jnp.mean(x * x, 2, keepdims=True) + EPS) * s[0, :, None]
 
 
-ALONE, WITH_SUM = ["jln.rms_norm: norm (x, scale;"], ["jln.add_rms_norm: norm (x, residual, scale;"]
+ALONE, WITH_SUM = ["jln.rms_norm: x, scale;"], ["jln.add_rms_norm: x, residual, scale;"]
 LEFT = {
     "another axis": (lambda x, s, p: across(x, s) @ s, ["other axes"]),
     "a scale by position": (lambda x, s, p: rms(x, p) @ s, ["no kernel"]),
     "such a scale behind another norm": (lambda x, s, p: rms(x + rms(x, s[0]), p) @ s, ["jln.", "no kernel"]),
     "a gate by position": (lambda x, s, p: rms(jnp.cos(x) + p * x, s[0]) @ s, ALONE),
     "a gate of each row": (lambda x, s, p: rms(jnp.cos(x) + jnp.sin(x[..., :1]) * x, s[0]) @ s, WITH_SUM),
-    "a mask": (lambda x, s, p: jnp.where(p > 0, rms(x, s[0]), 0) @ s, ["select_n stands between"]),
+    "a mask": (lambda x, s, p: jnp.where(p > 0, rms(x, s[0]), 0) @ s, ["a selection by a value stands between"]),
 }
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from combinations import covering
-from jln import _explain
+from jln import _routes
 
 OPERATIONS = 8
 # From jaxlib 0.12 on it adds a transposed product of bfloat16 up in bfloat16, with this library or without.
@@ -39,10 +39,10 @@ class Layer(NamedTuple):
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[_explain.Route]]:
+def noting() -> Iterator[list[_routes.Route]]:
     """Collect the routes of the calls made in the context."""
-    routes: list[_explain.Route] = []
-    with _explain.listen(lambda route, _: routes.append(route)):
+    routes: list[_routes.Route] = []
+    with _routes.listen(lambda route, _: routes.append(route)):
         yield routes
 
 

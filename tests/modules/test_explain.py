@@ -1,6 +1,7 @@
 """Tests of `jln.explain`."""
 
 import gc
+import re
 import subprocess
 import sys
 
@@ -10,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jln
 import jln.equinox
+import jln.haiku
+import jln.linen
 from jln.nnx import LayerNorm, LayerNormLinear
 
 X = jnp.ones((4, 8))
@@ -22,9 +25,9 @@ X = jnp.ones((4, 8))
 def test_arrays_may_be_shapes_and_nothing_is_computed():
     norm = LayerNorm(8, rngs=nnx.Rngs(0))
     (route,) = jln.explain(norm, jax.ShapeDtypeStruct((10**12, 8), jnp.bfloat16))
-    assert str(route) == "jln.nnx.LayerNorm: norm (all arguments are the operator's)"
+    assert str(route) == "jln.nnx.LayerNorm: all arguments are the operator's"
     (route,) = jln.explain(norm, X, mask=jnp.ones((4, 8), bool))
-    assert str(route) == "jln.nnx.LayerNorm: plain (mask is given)"
+    assert str(route) == "jln.nnx.LayerNorm, not by jln: mask is given"
 
 
 def test_functions_without_layers_with_static_arguments_and_those_that_raise():
@@ -55,10 +58,7 @@ def test_each_call_is_listed_in_its_place_and_the_body_of_a_loop_once():
         assert [route.path for route in jln.explain(jax.vmap(jax.jit(function)), X[None])] == paths
 
 
-def test_where_a_layer_is_and_what_is_around_it():
-    model = nnx.Sequential(nnx.List([jln.nnx.RMSNorm(8, rngs=nnx.Rngs(0))])[0], nnx.Dict(norm=1) and jnp.sin)
-    assert [r.layer for r in jln.explain(model, X)] == ["jln.nnx.RMSNorm layers.0"]
-
+def test_what_is_around_a_call():
     def function(x, policy):
         inner = jax.checkpoint(lambda x: jln.rms_norm_linear(x, None, jnp.ones((8, 3))), policy=policy)
         return inner(jln.add_layer_norm(x, x)[0])
@@ -77,25 +77,28 @@ def test_where_a_layer_is_and_what_is_around_it():
         (ours.dots_saveable, [products, one]),
     ):  # fmt: skip
         first, second = jln.explain(lambda x, policy=policy: function(x, policy), X)
-        assert str(first) == "jln.add_layer_norm: norm (called as a function)"
+        assert first[:3] == ("jln.add_layer_norm", "norm", "called as a function")
         assert (second.layer, second.path) == ("jln.rms_norm_linear", "fused")
         assert second.why == f"called as a function; in a jax.checkpoint that keeps {' and '.join(kept)}"
 
 
-def test_equinox_layers_have_their_places():
+def test_models_are_functions():
+    """Those that are trees are traced as arguments; Haiku's and Linen's `apply` has the name scopes of its modules."""
     model = eqx.nn.Sequential([jln.equinox.LayerNorm(8), jln.equinox.RMSNorm(8)])
-    for routes in (
-        jln.explain(model, X[0]),
-        jln.explain(jax.vmap(model), X),
-        jln.explain(lambda model, x: model(x), model, X[0]),
-    ):
-        assert [r.layer.partition(" ")[2] for r in routes] == [".layers[0]", ".layers[1]"]
-
-
-def test_transforms_of_haiku():
-    call = lambda x: jln.haiku.RMSNormLinear(5, name="pair")(x)  # noqa: E731
-    for model in (hk.transform(call), hk.without_apply_rng(hk.transform_with_state(call))):
-        assert [(r.layer, r.path) for r in jln.explain(model, X)] == [("jln.haiku.RMSNormLinear pair", "fused")]
+    routes = jln.explain(jax.vmap(model), X)
+    assert (
+        [r.layer for r in routes]
+        == [r.layer for r in jln.explain(model, X[0])]
+        == ["jln.equinox.LayerNorm", "jln.equinox.RMSNorm"]
+    )
+    of_haiku = hk.without_apply_rng(hk.transform(lambda x: jln.haiku.RMSNormLinear(5, name="pair")(x)))
+    (route,) = jln.explain(of_haiku.apply, of_haiku.init(jax.random.key(0), X), X)
+    assert (route.layer, route.path, route.scope) == ("jln.haiku.RMSNormLinear", "fused", "pair")
+    of_linen = linen.Sequential([jln.linen.LayerNorm(), linen.Dense(8)])
+    (route,) = jln.explain(of_linen.apply, of_linen.init(jax.random.key(0), X), X)
+    assert (route.layer, route.path, route.scope) == ("jln.linen.LayerNorm", "norm", "Sequential/layers_0")
+    with pytest.raises(TypeError, match=r"such as model\.apply of Flax Linen and Haiku; got Transformed"):
+        jln.explain(of_haiku, X)
 
 
 def test_loops_branches_and_shards():
@@ -114,9 +117,6 @@ class Counted(nnx.Module):
         self.norm, self.calls = LayerNorm(8, rngs=nnx.Rngs(0)), nnx.Variable(jnp.zeros(()))
 
     def __call__(self, x):
-        return self.encode(x)
-
-    def encode(self, x):
         self.calls[...] += 1
         return self.norm(x)
 
@@ -127,25 +127,47 @@ def test_a_model_that_flax_lets_nobody_close_over():
     before = jax.tree.map(np.array, nnx.state(model))
     with pytest.raises(Exception, match="trace level"):  # of Flax
         jln.explain(lambda x: model(x), X)
-    for routes in (jln.explain(model, X), jln.explain(model.encode, X), jln.explain(lambda m, x: m(x), model, X)):
+    for routes in (jln.explain(model, X), jln.explain(lambda m, x: m(x), model, X)):
         assert [route.path for route in routes] == ["norm"]
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
 
 
-def test_models_are_explained_where_nobody_has_imported_their_module_of_jln():
-    """`import jln` loads no framework."""
-    code = """
-import sys, jax.numpy as jnp, jln
-print({'flax', 'haiku', 'equinox', 'triton'} & set(sys.modules))
-import haiku, flax.nnx, jln.nnx
-x = jnp.ones((2, 8))
-print(*jln.explain(haiku.transform(lambda x: jln.rms_norm(x)), x))
-print(*jln.explain(flax.nnx.bridge.to_linen(jln.nnx.RMSNormLinear, 8, 3), x))
-"""
+def norms(x, scales):
+    """Two layers alike, a third norm that is left."""
+    for i in range(2):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + jnp.tanh(jax.nn.standardize(x) * scales[i] @ scales)
+    return x / jnp.maximum(jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)), 1e-6)
+
+
+@pytest.mark.usefixtures("promoted_ranks")
+def test_an_explanation_prints_itself():
+    """A line sums up, equal layers are one line, with the model's line; and what is not fused says what it could be."""
+    scales = jnp.ones((8, 8))
+    summary, first, second, left = str(jln.explain(jln.fuse(norms), X, scales)).splitlines()
+    line = r".*test_explain.py:\d+ \(norms\)"
+    assert summary == "2 of 3 norms; 1 with their sum"
+    assert re.fullmatch(rf"1 x jln.layer_norm: x, scale; {line}; layer_0", first)
+    assert re.fullmatch(rf"1 x jln.add_layer_norm: x, residual, scale; {line}; layer_1", second)
+    assert re.fullmatch(rf"1 x norm of float64\[4,8\], not by jln: a maximum in the statistics; {line}", left)
+    unfused = jln.explain(norms, X, scales)
+    assert unfused.summary == "not fused; jln.fuse takes 2 of 3 norms; 1 with their sum"
+    assert [r.path for r in unfused] == ["plain"] * 3
+    assert unfused[0].why == "jln.fuse makes it jln.layer_norm of x, scale"
+    twice = repr(jln.explain(jln.fuse(lambda x, s: [norms(x, s), norms(jnp.sin(x), s)]), X, scales))
+    assert twice.splitlines()[0] == "4 of 6 norms; 2 with their sum"
+    step = jax.grad(lambda x: jnp.sum(norms(x, scales)))
+    assert "differentiates inside" in jln.explain(step, X).summary
+    assert str(jln.explain(jnp.sin, X)) == "no norm was found"
+
+
+def test_importing_loads_no_framework():
+    """The names of modules that load one are there all the same, for a user's tab."""
+    code = "import sys, jln; print({'flax', 'haiku', 'equinox', 'triton'} & {*sys.modules}, *dir(jln))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    of_import, of_haiku, of_linen = run.stdout.splitlines()
-    assert of_import == "set()"
-    assert of_haiku.startswith("jln.rms_norm: norm") and of_linen.startswith("jln.nnx.RMSNormLinear: fused")
+    loaded, *names = run.stdout.split()
+    assert loaded == "set()" and {"nnx", "linen", "testing", "layer_norm", "__version__"} <= {*names}
+    assert [n for n in names if n.startswith("_") or n == "Any"] == ["__version__"]
 
 
 def test_unknown_attribute():

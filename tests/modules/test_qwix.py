@@ -134,7 +134,7 @@ def test_a_layer_is_the_same_whether_it_ran_before_or_not(x, way):
 )
 def test_fuse_around_the_loss(x, way, linears, operator):
     model = WAYS[way](Theirs(), x)
-    fused = jln.nnx.fuse(loss, linears=linears)
+    fused = jln.fuse(loss, linears=linears)
     (route,) = jln.explain(fused, model, x)
     assert route.layer == f"jln.{operator}"
     trained = nnx.DiffState(0, TRAINED[way])

@@ -54,7 +54,7 @@ PROOFS = [
     Mutant("a Linear's own settings not looked at", "jln/nnx.py", "getattr(a, name, some[0]) not in some", "False",
            ("tests/modules/test_one_framework.py::test_a_linear_with_settings_of_its_own_is_called",)),
     # Explaining
-    Mutant("loops and checkpoints not told", t.EXPLAIN, "route._replace(why=route.why + _remark(equation))", "route",
+    Mutant("loops and checkpoints not told", t.ROUTES, "route._replace(why=route.why + _remark(equation))", "route",
            ("tests/modules/test_explain.py::test_where_a_layer_is_and_what_is_around_it",)),
     # Certificates of norms
     Mutant("a power whose exponent is 0 on all rows that are tried", CERTIFICATE,

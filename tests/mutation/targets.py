@@ -64,7 +64,7 @@ NORM_TILES = "jln/_junction/tiles.py"
 TUNING = "jln/_triton/tuning.py"
 LIMITS = "jln/testing/operators.py"
 REFERENCE = "jln/reference.py"
-EXPLAIN = "jln/_explain.py"
+ROUTES = "jln/_routes.py"
 
 ACCURACY = "tests/operators/test_accuracy.py::"
 OPERATORS = "tests/operators/test_operators.py::"

@@ -34,7 +34,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Operators", "jln", OPERATORS),
     ("Eight bits", "jln", ("Float8", "MXFloat8", "Quantized", "Scaled")),
     ("References", "jln.reference", OPERATORS),
-    ("Flax NNX", "jln.nnx", ("fuse", *NORMS, *PAIRS)),
+    ("Flax NNX", "jln.nnx", (*NORMS, *PAIRS)),
     ("Flax Linen", "jln.linen", (*NORMS, "LayerNormDense", "RMSNormDense")),
     ("Haiku", "jln.haiku", (*NORMS, *PAIRS)),
     ("Equinox", "jln.equinox", NORMS),

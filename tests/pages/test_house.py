@@ -17,9 +17,10 @@ FLOORS = (
     {"__main__"},
     {"doctor", "nnx", "linen", "haiku", "equinox"},
     {"testing", "_modules"},  # and jln's own __init__.py
+    {"_explain"},
     {"_fuse"},
     {"_operators"},
-    {"_junction", "_explain", "checkpoint_policies"},
+    {"_junction", "_routes", "checkpoint_policies"},
     {"_core", "_triton", "_checks", "reference"},
 )
 ROOMS = set().union(*FLOORS)

@@ -5,7 +5,7 @@
     python tests/real/maxtext_models.py     # two minutes, nothing is downloaded
     python tests/real/maxtext_models.py moved [Llama]    # bytes, with jax[cuda13] and jax-triton; two minutes
 
-First small models by MaxText's own configurations, on one device: the norms and sums that `jln.nnx.fuse` finds in
+First small models by MaxText's own configurations, on one device: the norms and sums that `jln.fuse` finds in
 MaxText's loss, and the largest difference of any gradient, as a part of that gradient's largest element. Then a step of
 its trainer, by SGD, on meshes of 8 devices: the difference of what it adds to the parameters, and what the devices
 communicate. MaxText takes a norm in float32 whatever it is told, so all is compared in float32. Exits with 1 where a
@@ -198,7 +198,7 @@ def checked(real: Real) -> bool:
     counts = [(real.norms, real.sums, linears, real.left) for linears in real.linears]
 
     def fuse(loss: Any, **options: Any) -> Callable[[Any], jax.Array]:
-        return with_model(jln.nnx.fuse(train.loss_fn, **options))
+        return with_model(jln.fuse(train.loss_fn, **options))
 
     with context(config, mesh):
         return judged(f"{real.model} {layers}", with_model(train.loss_fn), parameters, counts, fuse=fuse)
@@ -234,7 +234,7 @@ def step_checked(name: str) -> bool:
     wanted, times, size = step(train.loss_fn)
     are_right = [all(np.abs(change).max() > 0 for change in wanted)]
     for linears, (more_times, more_size) in zip((False, True), more, strict=True):
-        changes, own_times, own_size = step(jln.nnx.fuse(train.loss_fn, linears=linears))
+        changes, own_times, own_size = step(jln.fuse(train.loss_fn, linears=linears))
         largest, is_right = difference(changes, wanted)
         is_right &= own_times <= times + more_times and own_size <= size + more_size
         collectives = f"{own_times} collectives of {own_size} bytes, untouched {times} of {size}"
@@ -272,7 +272,7 @@ def print_moved(name: str, real: Real) -> None:
     shapes = maxtext_utils.get_shaped_batch(config)
     batch = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for name, a in shapes.items()}
 
-    as_it_is, fused = contextlib.nullcontext(), [jln.nnx.fuse(train.loss_fn, linears=on) for on in (False, True)]
+    as_it_is, fused = contextlib.nullcontext(), [jln.fuse(train.loss_fn, linears=on) for on in (False, True)]
     ways = [(train.loss_fn, as_it_is), *((function, as_it_is) for function in fused), (train.loss_fn, NO_NORM)]
     moved = []
     for loss_fn, norms in ways:
