@@ -52,8 +52,8 @@ def main(
     }
     initial = {name: model.init(jax.random.key(seed), test_x[:1]) for name, model in models.items()}
     jax.tree.map(np.testing.assert_array_equal, *initial.values())  # the same names, shapes and values
-    for route in jln.explain(models["jln.haiku"], test_x):
-        console.print(str(route), style="dim")
+    routes = jln.explain(models["jln.haiku"].apply, initial["jln.haiku"], test_x)
+    console.print(str(routes), style="dim", markup=False)
 
     def train(model, params):
         optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))

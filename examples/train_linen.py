@@ -105,8 +105,8 @@ def main(
         models = {name: ViT(*layers, dtype) for name, layers in LAYERS_OF.items()}
         initial = {name: model.init(jax.random.key(seed), test_x[:1]) for name, model in models.items()}
         jax.tree.map(np.testing.assert_array_equal, *initial.values())  # the same names, shapes and values
-        for route in jln.explain(models["jln.linen"], test_x):
-            console.print(str(route), style="dim")
+        routes = jln.explain(models["jln.linen"].apply, initial["jln.linen"], test_x)
+        console.print(str(routes), style="dim", markup=False)
         for name, model in models.items():
             runs.append(
                 timed(

@@ -4,7 +4,9 @@
     python examples/train_lm.py --norm flax          # the same loss, not fused
     python examples/train_lm.py --resume             # go on after Ctrl-C, exactly as if it had not happened
 
-The text is on every machine that can run this file, so nothing is downloaded. A GPU gets a larger model in bfloat16.
+It prints what `jln.explain` finds in the loss; how near its gradients are to those of the loss as it is; what both keep
+from forward to backward, and how fast both step. Then it trains. The text is on every machine that can run this file:
+nothing is downloaded. A GPU gets a larger model in bfloat16.
 Words used in shapes: B sequences in a batch, T bytes in a context, C the width, D the width of one attention head.
 """
 
@@ -34,7 +36,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import jln
-import jln.nnx
 from zoo.gpt import gpt
 from zoo.parts import Size
 
@@ -69,6 +70,18 @@ CONFIGS = {
     "cpu": Config(4, 128, 4, 128, 16, 4e-3, "float32", steps=800, evaluate_every=50),
     "gpu": Config(8, 512, 8, 512, 32, 1e-3, "bfloat16", steps=2000, evaluate_every=200),
 }
+INTRODUCTION = """\
+A GPT of {parameters:.1f} million parameters, in Flax's own layers, learns the source code of
+Python's standard library: {learnt:,} bytes, {held_out:,} of other files to validate.
+It runs on {backend} in {dtype}. Its loss is fused in one line:
+
+    fused_loss = jln.fuse(loss_fn, linears=True)
+
+You will see what that found; beside Flax's layers its gradients, memory and speed; how
+the loss falls in {steps} steps, by {norm}; and what the model then writes. All of it
+takes two to three minutes on two quiet CPU cores, at the default of 800 steps.
+"""
+STEPS_IN_A_ROUND = 2  # of the comparison of speeds: short rounds, so that two in turn see the same machine
 GOAL = 1.8  # nats per byte on validation text; the time at which it is passed is reported
 # ||a - b|| / ||b|| allowed between jln's gradients and Flax's. Both round to `dtype` at slightly different
 # values, and a flipped rounding travels through every layer below. Seen on the CPU over 8 layers: float32 3e-7;
@@ -119,7 +132,7 @@ def loss_fn(model: GPT, batch: jax.Array) -> jax.Array:
 
 
 # The one line: every norm of the loss, with the sum in front and the Linears behind, is then one operator.
-fused_loss = jln.nnx.fuse(loss_fn, linears=True)
+fused_loss = jln.fuse(loss_fn, linears=True)
 LOSSES = {"jln": fused_loss, "flax": loss_fn}
 
 
@@ -150,24 +163,25 @@ def named_gradients(model: GPT, loss_fn: Loss, batch: np.ndarray) -> dict[str, n
 
 
 def gradients_agree(model: GPT, config: Config, batch: np.ndarray) -> bool:
-    """Print how far the fused loss's gradients are from those that autodiff takes through Flax's norms, by groups."""
+    """Print how far the fused loss's gradients are from those of the loss as it is: of groups, where they disagree."""
     ours, truth = (named_gradients(model, loss_fn, batch) for loss_fn in LOSSES.values())
     groups = {name: [name] for name in truth if "norm." in name}
     groups |= {"all other weights": [name for name in truth if name not in groups], "all parameters": list(truth)}
     tolerance = GRADIENT_TOLERANCE[config.dtype]
-    table = Table(title=f"Gradients of the first batch, jln against Flax, {config.dtype}")
-    table.add_column("parameter", no_wrap=True)
-    for heading in ("max |grad|", "max |diff|", "relative", f"<={tolerance:.0e}"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    verdicts = []
+    table = Table("parameter", "max |grad|", "max |diff|", "relative", f"<={tolerance:.0e}")
+    apart = []
     for label, names in groups.items():
         a, b = (np.concatenate([side[name].ravel() for name in names]) for side in (ours, truth))
-        relative = np.linalg.norm(a - b) / np.linalg.norm(b)
-        verdicts.append(bool(relative <= tolerance))  # a NaN is a disagreement
-        row = (f"{np.abs(b).max():.2e}", f"{np.abs(a - b).max():.2e}", f"{relative:.1e}")
-        table.add_row(label.removeprefix("trunk."), *row, "yes" if verdicts[-1] else "NO")
-    console.print(table)
-    return all(verdicts)
+        apart.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+        verdict = "yes" if apart[-1] <= tolerance else "NO"
+        row = (f"{np.abs(b).max():.2e}", f"{np.abs(a - b).max():.2e}", f"{apart[-1]:.1e}", verdict)
+        table.add_row(label.removeprefix("trunk."), *row)
+    agree = all(of_group <= tolerance for of_group in apart)  # a NaN is a disagreement
+    if agree:
+        console.print(f"gradients: at most {max(apart):.0e} from those by Flax's layers ({tolerance:.0e} is allowed)")
+    else:
+        console.print("jln's gradients disagree with Flax's:", table)
+    return agree
 
 
 def held_bytes(model: GPT, loss_fn: Loss, batch: np.ndarray) -> int:
@@ -180,6 +194,36 @@ def held_bytes(model: GPT, loss_fn: Loss, batch: np.ndarray) -> int:
     program = jax.make_jaxpr(left_by_forward)(parameters).jaxpr
     held = {id(v): v.aval for v in program.outvars if v not in program.invars}
     return sum(a.size * a.dtype.itemsize for a in held.values())
+
+
+def step_seconds(config: Config, batch: np.ndarray, rounds: int = 7) -> list[np.ndarray]:
+    """The seconds of a step by each loss [rounds], of new models; in turn, as a machine is not as fast at all times."""
+    models = [GPT(config, nnx.Rngs(0)) for _ in LOSSES]
+    optimizers = [make_optimizer(model, config) for model in models]
+    seconds = np.zeros((len(LOSSES), 1 + rounds))
+    for i in range(1 + rounds):
+        for which in (0, 1) if i % 2 else (1, 0):
+            loss_fn, start = [*LOSSES.values()][which], time.perf_counter()
+            for _ in range(STEPS_IN_A_ROUND):
+                loss = train_step(models[which], optimizers[which], batch, loss_fn=loss_fn)
+            loss.block_until_ready()
+            seconds[which, i] = (time.perf_counter() - start) / STEPS_IN_A_ROUND
+    return list(seconds[:, 1:])  # the first round compiles
+
+
+def print_comparison(model: GPT, config: Config, batch: np.ndarray):
+    """Print what a step of the fused loss keeps, and how fast it is, beside the loss as it is."""
+    held = [held_bytes(model, of, batch) / 2**20 for of in (fused_loss, jln.fuse(loss_fn), loss_fn)]
+    kept = "{:.1f} MiB fused ({:.1f} without linears=True), {:.1f} by Flax's layers".format(*held)
+    console.print(f"kept from forward to backward: {kept}", soft_wrap=True)
+    ours, flax = step_seconds(config, batch)
+    each = f"{1 / np.median(ours):.1f} fused, {1 / np.median(flax):.1f} by Flax's layers"
+    ratios = flax / ours
+    spread = f"the median of {len(ratios)} rounds in turn; {min(ratios):.2f} to {max(ratios):.2f}"
+    console.print(f"steps a second: {each}, a ratio of {np.median(ratios):.2f} ({spread})", soft_wrap=True)
+    if jax.default_backend() == "cpu":
+        console.print("  (on a CPU XLA runs the operators: the kernels, and their speed, are a GPU's)")
+    console.print()
 
 
 @functools.partial(nnx.jit, static_argnames="count")
@@ -309,16 +353,14 @@ def main(
     if resume:
         restore(manager, newest, model, optimizer)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    console.print(f"{backend}: {parameters / 1e6:.1f} million parameters, {config.dtype}, norms by {norm}")
-    console.print(f"standard library: {len(texts[0]):,} bytes to learn, {len(texts[1]):,} held out (every 20th file)")
-
+    shown = {"parameters": parameters / 1e6, "backend": backend, "dtype": config.dtype, "steps": config.steps}
+    console.print(INTRODUCTION.format(learnt=len(texts[0]), held_out=len(texts[1]), norm=norm, **shown), soft_wrap=True)
     next_batch = training_batch(texts[0], config, record["seed"], step=len(record["train_loss"]) + 1)
+    console.print(str(jln.explain(fused_loss, model, next_batch)), markup=False, soft_wrap=True)
     if not gradients_agree(model, config, next_batch):
-        console.print("jln's gradients disagree with Flax's: not training")
+        console.print("not training")
         raise typer.Exit(1)
-    held = [held_bytes(model, of, next_batch) / 2**20 for of in (fused_loss, jln.nnx.fuse(loss_fn), loss_fn)]
-    console.print("held from forward to backward: {:.1f} MiB; {:.1f} without Linears; {:.1f} by Flax".format(*held))
-
+    print_comparison(model, config, next_batch)
     train(model, optimizer, config, LOSSES[norm], texts, manager, record, minutes)
     manager.close()  # waits until the last checkpoint is on disk
     (out / "metrics.json").write_text(json.dumps(record))

@@ -37,7 +37,7 @@ def evaluate(program: ClosedJaxpr, arrays: Arrays, options: Options, findings: l
             if node.remark is not None:
                 _note(node.remark, operands[0])
             with _author_context(node.outputs[0].maker):
-                return node.call(*operands)
+                return node.call(*operands) if node.call is not None else []
         if node.position in left:
             _note(left.pop(node.position))
         with _author_context(node):
