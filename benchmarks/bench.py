@@ -46,7 +46,7 @@ COLUMNS = {
     "minimum": Column("minimum us", ".1f", 1e-6),
     "of_jln": Column("of jln's", ".2f"),
     "gb_per_s": Column("GB/s", ".1f"),
-    "tflop_per_s": Column("TFLOP/s", ".2f"),
+    "tflop_per_s": Column("TFLOP/s", lambda rate: f"{rate:.2f}" if rate else ""),
     "of_ceiling": Column("of ceiling", ".0%"),
     "peak_bytes": Column("peak MB", ".1f", 1e6),
     "kernels": Column("kernels"),
@@ -75,6 +75,9 @@ def main(
     asked = [PEERS[name] for name in known("peer", peers.split(","), PEERS)]
     chosen = [ALL[name] for name in known("workload", workloads or (WORKLOADS if is_gpu else CPU_WORKLOADS), ALL)]
     where = environment() | {"repetitions": repetitions}
+    if not is_gpu and where["load"] > where["cores"] / 2:
+        busy = f"this machine's load is {where['load']:.1f}, of {where['cores']} cores"
+        typer.echo(f"{busy}, and times are worth little: end what else runs, and wait a minute", err=True)
     path = None if output is None else output / RESULTS
     results = load(path, where) if path is not None and path.exists() else None
     if results is None:
@@ -86,8 +89,7 @@ def main(
 
         pictures.times(results, "median", path.parent / "speed.svg")
         pictures.times(results, "peak_bytes", path.parent / "memory.svg")
-    unfinished = [w.name for w in chosen if w.name not in done(results, asked)]
-    if unfinished:
+    if unfinished := [w.name for w in chosen if w.name not in done(results, asked)]:
         typer.echo(f"workloads not finished: {len(unfinished)}; run it again with --output", err=True)
     wrong = any(r["peer"] == "jln" and r["status"] in ("wrong", "failed") for r in results["records"])
     raise typer.Exit(1 if wrong else 3 if unfinished else 0)
@@ -213,8 +215,7 @@ def print_results(results: dict[str, Any]) -> None:
         show(f"{name}: {ALL[name]}. {ALL[name].why}", rows, COLUMNS)
     for direction in ("forward", "backward", "both", "gradient"):
         others = [[by[p] for p in by if PEERS[p].framework == "jax"] for (_, d), by in times.items() if d == direction]
-        fastest = [min(ratios) for ratios in others if ratios]
-        if fastest:
+        if fastest := [min(ratios) for ratios in others if ratios]:
             mean = f"{geometric_mean(fastest):.2f} times as long as jln (geometric mean of {len(fastest)} workloads)"
             print(f"{direction}: the fastest JAX peer takes {mean}")
     for reason in dict.fromkeys(r["unprofiled"] for r in records if "unprofiled" in r):

@@ -31,13 +31,14 @@ import jax.numpy as jnp
 import typer
 
 import jln
+from catalogue import DIRECTIONS
 from jln._junction import tiles
 from jln._triton.chip import Chip, chip_by_name
 from jln._triton.target import Recorder, using
 from jln._triton.tile import Tile, next_power_of_2
 from jln._triton.tuning import chip_name
 from machine import version
-from rows import save
+from rows import known, save
 from workloads import WORKLOADS
 
 app = typer.Typer(add_completion=False)
@@ -127,8 +128,8 @@ def compile_all(
     jobs = []
     for text in asked:
         name, _, direction = text.partition(":")
-        if name not in WORKLOADS or direction not in ("forward", "backward"):
-            raise typer.BadParameter(f"{text!r} is not WORKLOAD:forward or WORKLOAD:backward")
+        known("workload", [name], WORKLOADS)
+        known("direction", [direction], DIRECTIONS)
         jobs += [(name, direction, c, chip) for c in ([()] if rules else candidates(name, direction))]
     kept = []
     file.parent.mkdir(parents=True, exist_ok=True)

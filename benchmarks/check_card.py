@@ -17,8 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import typer
 
-from jln import doctor
 from jln._core.identity import identity
+from jln._triton import target
+from jln._triton.chip import platform_of
 from jln.testing.operators import DTYPES, FORMS, check_form
 from rows import UserError, known
 from workers import Last, WorkError, work_side_by_side
@@ -40,8 +41,8 @@ def check(case: Case) -> dict[str, Any] | Last:
     """Return whether a case is right, its largest error as a part of what is allowed, and where; it may raise."""
     started = time.monotonic()
     try:
-        with jax.enable_x64(case.dtype == "float64"):
-            error, size = check_form(FORMS[case.form], case.dtype, case.implementation, jax.devices()[0])
+        jax.config.update("jax_enable_x64", case.dtype == "float64")  # in all threads, as the interpreter needs it
+        error, size = check_form(FORMS[case.form], case.dtype, case.implementation, jax.devices()[0])
     except jax.errors.JaxRuntimeError as raised:  # it may have broken the process' GPU
         return Last({"ok": False, "part": "inf", "where": f"{type(raised).__name__}: {raised}"[:1500]})
     seconds = round(time.monotonic() - started, 2)
@@ -58,8 +59,9 @@ def main(
     """Check every form of every operator on this machine, by processes side by side."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share a GPU
     device = jax.devices()[0]
-    if why := doctor.implementations(device).get(implementation, "it is neither triton nor xla"):
-        raise UserError(f"{implementation} cannot run: {why}")
+    known("implementation", [implementation], ("triton", "xla"))
+    if implementation == "triton" and (why := target.missing(platform_of(device))):
+        raise UserError(f"triton cannot run: {why}")
     cases = [Case(d, form, implementation) for d in known("dtype", dtype or DTYPES, DTYPES) for form in FORMS]
     names = {case: identity(tuple(case), device.device_kind) for case in cases}
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -194,8 +194,7 @@ def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, operands
     if memory := compiled.memory_analysis():
         temporary = memory.temp_size_in_bytes
         peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + temporary
-    lacks = peer.evidence and peer.evidence not in (compiled.as_text() or "")
-    if lacks:
+    if peer.evidence and peer.evidence not in (compiled.as_text() or ""):
         raise Unsupported(f"XLA made no {peer.evidence} of it")
     run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*operands))
     return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*operands)), peak, temporary)

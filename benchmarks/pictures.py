@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -86,10 +87,8 @@ def saves(report: dict[str, Any], path: pathlib.Path) -> None:
             columns.append(beside_ours(values, w["bytes_once"], {n: f"{v / 1e6:.0f} MB" for n, v in values.items()}))
         rows[w["name"]] = columns
     columns = {"moved by all kernels": "every array once", "held between forward and backward": None}
-    caption = (
-        f"Forward + backward of one operator, for the {report['chip'].upper()} by JAX {report['versions']['jax']}."
-    )
-    chart(path, "Bytes moved, and bytes held: less is better", caption, columns, rows)
+    caption = f"python benchmarks/report.py NAME, for the {report['chip'].upper()} by JAX {report['versions']['jax']}."
+    chart(path, "Bytes that forward + backward moves, and holds: less is better", caption, columns, rows)
 
 
 def steps(found: dict[str, Any], path: pathlib.Path) -> None:
@@ -101,10 +100,11 @@ def steps(found: dict[str, Any], path: pathlib.Path) -> None:
             values = {name: step["programs"][name][fact] for name in STEPS}
             changes = {name: f"{100 * (value / values['as it is'] - 1):+.1f} % " for name, value in values.items()}
             columns.append([Bar(STEPS[n], v, f"{changes[n]}{n} {v / 1e9:.3g} GB") for n, v in values.items()])
-        rows[f"{step['name']}, products by {step['products']}"] = columns
+        rows[f"{shlex.quote(step['name'])} --products {step['products']}"] = columns
     columns = {"moved outside of products and attention": None, "temporary memory": None}
     caption = (
-        f"Forward + backward, for the {found['chip'].upper()} by JAX {found['versions']['jax']}. No norm: a bound."
+        f"Forward + backward by python benchmarks/steps.py NAME --layers 12, for the {found['chip'].upper()} "
+        f"by JAX {found['versions']['jax']}. No norm: a bound."
     )
     chart(path, "A whole training step: less is better", caption, columns, rows)
 

@@ -39,6 +39,8 @@ import whole  # pyright: ignore[reportMissingImports]
 
 import traffic  # pyright: ignore[reportMissingImports]
 from catalogue import OPERATORS
+from jln.testing.operators import ALIASES
+from jln.testing.report import unknown
 
 BATCH, TOKENS, FEATURES = 4, 2048, 4096
 LINE = {
@@ -80,9 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print what norms of queries and keys cost beside their rotation.")
     words = [str(word) for values in LINE.values() for word in values]
     parser.add_argument("words", nargs="*", help=f"only lines that have all of these: {', '.join(words)}")
-    wanted = set(parser.parse_args().words)
-    if unknown := wanted - set(words):
-        parser.error(f"unknown {', '.join(sorted(unknown))}; known are {', '.join(words)}")
+    wanted = {ALIASES.get(word, word) for word in map(str, parser.parse_args().words)}
+    for word in wanted.difference(words):
+        parser.error(unknown("word", word, words))
     print(f"| {' | '.join(LINE)} | once, MB | jln: kernels | MB | issue | jnp: kernels | MB | issue |")
     print("|" + "---|" * 11)
     for name, size, dtype, direction in itertools.product(*LINE.values()):

@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 
-from jln.testing.report import align
+from jln.testing.operators import ALIASES
+from jln.testing.report import align, unknown
 
 UserError = typer.BadParameter  # what the user can mend: a sentence on stderr, exit status 2
 
@@ -32,8 +33,9 @@ class Column:
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> None:
-    """Print rows as a table, texts to the left and numbers to the right; nothing where there are no rows."""
-    if not rows:
+    """Print rows as a table without its empty columns, texts to the left and numbers to the right; no rows: nothing."""
+    columns = {field: column for field, column in columns.items() if any(column.cell(row.get(field)) for row in rows)}
+    if not columns:
         return
     cells = [[column.cell(row.get(field)) for field, column in columns.items()] for row in rows]
     texts = [i for i, field in enumerate(columns) if all(isinstance(row.get(field), str | None) for row in rows)]
@@ -42,11 +44,11 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Co
 
 
 def known(what: str, names: Iterable[str], among: Iterable[str]) -> list[str]:
-    """The names, each once. Raises UserError for one that is not among those that there are."""
-    names, among = list(dict.fromkeys(names)), list(among)
+    """The names, each once, bfloat16 for bf16. Raises UserError for one that is not among those that there are."""
+    names, among = list(dict.fromkeys(ALIASES.get(name, name) for name in names)), list(among)
     for name in names:
         if name not in among:
-            raise UserError(f"unknown {what} {name!r}; known are {', '.join(among)}")
+            raise UserError(unknown(what, name, among))
     return names
 
 

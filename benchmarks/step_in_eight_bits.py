@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import typer
 from flax import nnx
 from flax.linen import fp8_ops
-from rich.console import Console
-from rich.table import Table
 
 from counted import held
-from steps import jln, program
+from rows import known
+from steps import jln, print_header, print_row, program
 from zoo.models import MODELS, Functional, functional
 from zoo.parts import Size
 
@@ -80,17 +79,14 @@ def main(
     names: Annotated[list[str] | None, typer.Argument(help="Models of the zoo.")] = None,
     layers: Annotated[int, typer.Option(help="How many of the model's blocks.")] = 2,
 ) -> None:
-    table = Table(
-        "model", "products", "jax.checkpoint", "moved", "fused", "held", "fused", title=f"{layers} blocks, GB"
-    )
-    for name in names or NAMES:
+    print_header(("model", "products", "jax.checkpoint", "moved, GB", "fused", "held, GB", "fused"))
+    for name in known("model", names or NAMES, MODELS):
         for by, (multiply, chip) in PRODUCTS.items():
             for kept, policy in POLICIES.items():
                 model = model_of(name, multiply, policy, layers)
                 plain, fused = (sizes(fuse, model, chip) for fuse in (lambda loss: loss, jln.fuse))
                 cells = [f"{a:.2f}" for pair in zip(plain, fused, strict=True) for a in pair]
-                table.add_row(name, by, kept, *cells)
-    Console(width=120).print(table)
+                print_row([name, by, kept, *cells])
 
 
 if __name__ == "__main__":

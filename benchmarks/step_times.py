@@ -9,7 +9,6 @@ dispatched behind the one before; the programs take turns, and the medians of th
 
 from __future__ import annotations
 
-import json
 import pathlib
 import statistics
 import time
@@ -21,6 +20,7 @@ import typer
 
 import jln
 import machine
+from rows import known, save
 from steps import FUSED, step
 from zoo.models import MODELS, functional
 
@@ -94,10 +94,10 @@ def main(
     found = {"environment": machine.environment(), "jln": jln.__version__, "steps": []}
     asked = {"layers": layers, "batch": batch, "attention": attention}
     changes = {name: value for name, value in asked.items() if value is not None}
-    for name in models:
+    for name in known("model", models, MODELS):
         found["steps"].append(measured(name, rounds, changes) | changes)
         if output is not None:
-            output.write_text(json.dumps(found, indent=1) + "\n")
+            save(found, output)
     raise typer.Exit(int(any(not e <= TOLERANCE for each in found["steps"] for e in each["errors"].values())))
 
 

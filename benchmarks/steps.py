@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import os
 import pathlib
@@ -39,6 +38,7 @@ from counted import found, held
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 import jln
 import program
+from rows import known, save
 from zoo import alphafold, gemma, sharding, t5
 from zoo.models import MODELS, Functional, functional
 
@@ -209,13 +209,10 @@ def main(
     ] = None,
 ) -> None:
     """Print what steps of models launch, move and hold: as they are / fused / with Linears / without norms."""
-    known = SHARDED if mesh else tuple(MODELS)
-    for given, among in ((models or (), known), (products or (), PRODUCTS)):
-        for name in given:
-            if name not in among:
-                raise typer.BadParameter(f"unknown {name!r}; known are {'; '.join(among)}")
-    if chip not in program.CHIPS:
-        raise typer.BadParameter(f"{chip!r} is none of {', '.join(program.CHIPS)}", param_hint="--chip")
+    zoo = SHARDED if mesh else tuple(MODELS)
+    chosen = known("model", models or zoo, zoo)
+    by_whom = known("maker of products", products or ("XLA",), PRODUCTS)
+    known("chip", [chip], program.CHIPS)
     if sequence and not mesh:
         raise typer.BadParameter("it is of a --mesh", param_hint="--sequence")
     if mesh and (layers or products or output):
@@ -224,19 +221,19 @@ def main(
         output.parent.mkdir(parents=True, exist_ok=True)
         output.touch()  # an error here is one before minutes, not behind
     for of in [parsed(text, chip) for text in mesh or ()]:
-        for name in models or known:
+        for name in chosen:
             print_mesh(name, of, sequence, on_a_mesh(name, of, sequence, chip))
     if mesh:
         return
     steps = []
-    for by in products or ("XLA",):
+    for by in by_whom:
         print_header(HEADER)
-        for name in models or known:
+        for name in chosen:
             steps.append(on_one_device(name, layers, chip, by))
             print_row(row(steps[-1]))
     if output is not None:
         document = {"chip": chip, "versions": {"jln": jln.__version__, "jax": jax.__version__}, "steps": steps}
-        output.write_text(json.dumps(document, indent=1) + "\n")
+        save(document, output)
 
 
 if __name__ == "__main__":

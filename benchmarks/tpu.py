@@ -24,6 +24,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import jln
+from rows import known
 
 # Or libtpu asks a cloud's servers what it runs on, and lets one process run at a time.
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -140,6 +141,7 @@ def model(chip: str, name: str) -> dict[str, dict[str, dict[str, float]]]:
     from steps import FUSED, step
     from zoo.models import MODELS, functional
 
+    (name,) = known("model", [name], MODELS)
     zoos = functional(MODELS[name], attention="xla")
     names = {"as it is": "plain jnp", "fused": "jln", "with Linears": "jln, with Linears"}
     given = zoos.parameters, zoos.x
@@ -154,11 +156,9 @@ def main(
     zoo: Annotated[str | None, typer.Option("--model", help="A step of this model of the zoo instead.")] = None,
 ) -> None:
     """Print bytes and temporary memory of each program for each chip, and exit with 1 where jln needs more."""
-    for unknown in {*(chip or ())} - {*TOPOLOGIES}:
-        raise typer.BadParameter(f"unknown chip {unknown}; known are {', '.join(TOPOLOGIES)}")
-    worse = False
+    chips, worse = known("chip", chip or TOPOLOGIES, TOPOLOGIES), False
     print("| chip | program | | moved, MB | temporary, MB |\n|---|---|---|---|---|")
-    for one in chip or TOPOLOGIES:
+    for one in chips:
         for name, programs in (model(one, zoo) if zoo else small(one, words or [])).items():
             plain = programs["plain jnp"]
             for by, counts in programs.items():

@@ -43,7 +43,7 @@ _ELEMENTWISE = {
     *("broadcast_in_dim", "squeeze", "expand_dims", "reduce_sum", "reduce_max", "stop_gradient"),
 }
 # An RMSNorm that no product reads is better left to XLA, which makes one kernel of it and what is behind: 8192 x 4096
-# with a sum in front and a square behind move 472 MB, with an operator 814. A LayerNorm's operator is better all the
+# with a sum in front and a square behind move 472 MB, with an operator 810. A LayerNorm's operator is better all the
 # same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is in front of a rotation (two blocks of a Llama 13.34 GB,
 # for 13.43), and of products in eight bits: with Flax's a Llama's move 19.8 and would 20.3, a GPT's 20.9, for 21.8.
 _IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads in its own dtype XLA makes better, with what is behind"

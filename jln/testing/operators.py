@@ -209,6 +209,7 @@ def run(names: Iterable[str], dtypes: Iterable[str], implementations: Iterable[s
     print(f"{len(checks)} checks", file=sys.stderr)
     for done, (name, dtype, implementation) in enumerate(checks, 1):
         try:
+            jax.config.update("jax_enable_x64", dtype == "float64")  # in all threads: the interpreter runs in others
             error, size = check_form(FORMS[name], dtype, implementation, device)
             said = f"{error.part:.2g}" if error.ok else f"WRONG: {error}, of {size}"
         except Exception as raised:  # one that raises is wrong, and leaves the others to run

@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import shlex
 import tarfile
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("matplotlib")
 
 import card
 import predictions
+from workloads import WORKLOADS
 
 LARGE, LINEAR = "layer-norm-4096", "linear-4096-256"
 
@@ -110,3 +113,11 @@ def test_the_table_of_predictions_is_the_files():
     found = predictions.predictions()
     assert all(list(of["workloads"]) == predictions.workloads() for of in found.values())
     assert "\n".join(predictions.table(*predictions.rows(found))) in (card.HERE / "README.md").read_text()
+
+
+def test_the_names_in_pictures_are_those_of_commands():
+    models = re.findall(r'^    "(.*)": Model', (card.HERE.parent / "examples/zoo/models.py").read_text(), re.M)
+    for picture, names in (("saves", WORKLOADS), ("steps", models)):
+        drawn = (card.HERE / "pictures" / f"{picture}.svg").read_text()
+        rows = [shlex.split(row)[0] for row in re.findall(r"^(.*): (?:jln|\+0\.0 %) ", drawn, re.M)]
+        assert len(rows) == 14 and [row for row in rows if row not in names] == []

@@ -2,7 +2,6 @@
 
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import pytest
 pytest.importorskip("typer")
 
 import clocks
+import measure
 from clocks import Run
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
@@ -17,13 +17,8 @@ pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
 def program(name, size):
     """Return a `Run` of a compiled program that multiplies matrices."""
-
-    def f(x):
-        return x @ x
-
-    f.__name__ = name
     x = jnp.ones((size, size), "float32")
-    compiled = jax.jit(f).lower(x).compile()
+    compiled = measure._lowered(name, lambda x: x @ x, [x]).compile()
     return Run(name, lambda: compiled(x))
 
 

@@ -16,9 +16,7 @@ import first_light
 
 SCRIPT = pathlib.Path(first_light.__file__).with_suffix(".sh")
 HAS_GPU = any(any(pathlib.Path("/dev").glob(files)) for files in ("nvidia[0-9]*", "kfd"))
-pytestmark = pytest.mark.skipif(
-    shutil.which("timeout") is None or HAS_GPU, reason="it needs GNU's timeout, and is about a machine without a GPU"
-)
+pytestmark = pytest.mark.skipif(shutil.which("timeout") is None or HAS_GPU, reason="needs GNU's timeout, and no GPU")
 
 
 def run(tmp_path, *arguments, **environment):

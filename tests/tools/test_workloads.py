@@ -8,14 +8,12 @@ import pytest
 
 import jln
 from catalogue import EPSILON, OPERATORS
-from jln import reference
 from workloads import CPU_WORKLOADS, WORKLOADS, Workload
 
 ALL = WORKLOADS | CPU_WORKLOADS
 
 
 def test_the_catalogue_lists_every_operator_with_its_arrays():
-    assert set(OPERATORS) == {name for name in jln.__all__ if inspect.isfunction(getattr(reference, name, None))}
     types = ("Kernels", "Biases", "Gate")
     for operator in OPERATORS.values():
         for function in (operator.function, operator.reference):
