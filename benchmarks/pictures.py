@@ -92,7 +92,7 @@ def saves(report: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def steps(found: dict[str, Any], path: pathlib.Path) -> None:
-    """Draw whole steps: bytes outside of products and attention, and temporary memory."""
+    """Draw whole steps: bytes outside of matmuls and attention, and temporary memory."""
     rows = {}
     for step in found["steps"]:
         columns = []
@@ -101,11 +101,9 @@ def steps(found: dict[str, Any], path: pathlib.Path) -> None:
             changes = {name: f"{100 * (value / values['as it is'] - 1):+.1f} % " for name, value in values.items()}
             columns.append([Bar(STEPS[n], v, f"{changes[n]}{n} {v / 1e9:.3g} GB") for n, v in values.items()])
         rows[f"{shlex.quote(step['name'])} --products {step['products']}"] = columns
-    columns = {"moved outside of products and attention": None, "temporary memory": None}
-    caption = (
-        f"Forward + backward by python benchmarks/steps.py NAME --layers 12, for the {found['chip'].upper()} "
-        f"by JAX {found['versions']['jax']}. No norm: a bound."
-    )
+    columns = {"moved outside of matmuls and attention": None, "temporary memory": None}
+    where = f"for the {found['chip'].upper()} by JAX {found['versions']['jax']}. No norm: a bound."
+    caption = f"Forward + backward by python benchmarks/steps.py NAME --layers 12, {where}"
     chart(path, "A whole training step: less is better", caption, columns, rows)
 
 
@@ -139,6 +137,8 @@ def main(folder: Annotated[pathlib.Path, typer.Argument(help="In which they are 
     cpu, card, report, whole = (json.loads((ROOT / f"benchmarks/results/{n}.json").read_text()) for n in kept)
     saves(report, folder / "benchmarks/pictures/saves.svg")
     steps(whole, folder / "benchmarks/pictures/steps.svg")
+    front = [s for s in whole["steps"] if s["name"].isalpha() and s["products"] == "XLA"]
+    steps(whole | {"steps": front}, folder / "benchmarks/pictures/front.svg")
     times(card, "of_ceiling", folder / "benchmarks/results/h200/card.svg")
     times(cpu, "median", folder / "benchmarks/results/cpu/speed.svg")
     times(cpu, "peak_bytes", folder / "benchmarks/results/cpu/memory.svg")

@@ -122,16 +122,15 @@ def _remark(equation: Any) -> str:
     return ""
 
 
-_FRAMEWORKS = tuple(f"-packages/{name}/" for name in ("jax", "flax", "haiku", "equinox", "haliax", "penzai", "keras"))
-_PYTHON = (sysconfig.get_path("stdlib"), "<frozen ")
-_JLN = os.path.dirname(__file__)
+_FRAMEWORKS = ("jax", "flax", "haiku", "equinox", "haliax", "penzai", "keras", "numpy", "jln")
+_PLACES = os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<frozen "
 
 
 def is_of_framework(file: str) -> bool:
     """True of a file of jln's, of a framework's or of Python's own."""
     if "-packages/" in file:
-        return any(folder in file for folder in (*_FRAMEWORKS, "-packages/numpy/", "-packages/jln/"))
-    return file.startswith((_JLN, *_PYTHON)) or "/jax/_src/" in file
+        return file.split("-packages/")[-1].startswith(tuple(f"{name}/" for name in _FRAMEWORKS))
+    return file.startswith(_PLACES)
 
 
 def _line(info: Any, *, has_scope: bool) -> str:
@@ -141,10 +140,9 @@ def _line(info: Any, *, has_scope: bool) -> str:
     """
     frames = info.traceback.frames if info.traceback is not None else []
     theirs = [f for f in frames if not is_of_framework(f.file_name)]
-    installed = [f for f in theirs if "-packages/" in f.file_name]
-    own = [f for f in theirs if f not in installed]
-    if not theirs:
-        return ""
-    frame = (own if has_scope and own else theirs)[0]
-    file = os.path.relpath(frame.file_name) if frame.file_name.startswith(os.getcwd() + os.sep) else frame.file_name
-    return f"{file}:{frame.line_num} ({frame.function_name})"
+    own = [f for f in theirs if "-packages/" not in f.file_name]
+    for frame in own if has_scope and own else theirs:
+        is_near = frame.file_name.startswith(os.getcwd() + os.sep)
+        file = os.path.relpath(frame.file_name) if is_near else frame.file_name
+        return f"{file}:{frame.line_num} ({frame.function_name})"
+    return ""

@@ -8,18 +8,14 @@ import os
 import pathlib
 import platform
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
-
-import jax
 
 import jln
 from jln._junction.linears.tiles import missing_fence
 from jln._triton import cache, ptxas, target, tuning
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
-from jln.testing.operators import FORMS, step
 from jln.testing.report import align
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "jax-triton", "triton")
@@ -46,11 +42,8 @@ def run(local: list[Any]) -> int:
     kept = f"{len(cache.entries())} in {folder}" if (folder := cache.folder()) else "not kept"
     print(f"Compiled kernels: {kept}.", *(_facts(chip) if chip else ()), sep="\n")
     for kind, device in kinds.items():
-        rows = [*choices(device)]
-        if any(runs == "triton" for _, runs, *_ in rows):
-            print_table([("operator", "runs", "kernels forward", "backward"), *rows])
-        else:
-            print(f"XLA runs every operator on {kind}.")
+        has_kernels = reasons[kind] is None and platform_of(device) in target.UNASKED
+        print(f"{'Triton kernels run' if has_kernels else 'XLA runs'} every operator on {kind}.")
     is_broken = any(sentence.startswith("BROKEN") for sentence in said)
     print(*said, "something is broken" if is_broken else "nothing is broken", sep="\n")
     return int(is_broken)
@@ -86,26 +79,6 @@ def _bad_imports(versions: dict[str, str], has_gpu: bool) -> Iterator[str]:
         except Exception as error:
             said = f"the import of {package} {versions[package]} raises {type(error).__name__}: {error}".splitlines()[0]
             yield f"Without a GPU no fault: {said}" if package.startswith("jax-") and not has_gpu else f"BROKEN: {said}"
-
-
-def choices(device: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Find what each operator runs on a device, by lowering its gradient for the device's platform."""
-    for form in (form for name, form in FORMS.items() if name == form.name):
-        for label, features in ("", 1024), (", few features", 64):  # of a Linear: kernels around products, and fused
-            if form.is_linear or not label:
-                function, arrays = form.function(), form.draw((256, 1024), (features,), "bfloat16")
-                forward = _kernels(function, arrays, device)
-                both = _kernels(step(function, form.arrays), (arrays, jax.eval_shape(function, *arrays)), device)
-                first, second = (", ".join(names) or "-" for names in (forward, both[len(forward) :]))
-                yield form.name + label, "triton" if both else "xla", first, second
-
-
-def _kernels(function: Callable[..., Any], arguments: Any, device: Any) -> list[str]:
-    """The Triton kernels that the default implementation launches on a device; none where that is XLA."""
-    with target.recording() as launches, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
-        jax.jit(lambda *a: function(*a)).trace(*arguments).lower(lowering_platforms=(platform_of(device),))
-    return [launched.kernel.fn.__name__ for launched in launches]
 
 
 def _facts(chip: Chip) -> Iterator[str]:

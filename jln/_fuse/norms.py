@@ -256,8 +256,8 @@ def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[Certi
             continue
         for centres, epsilon, roles in itertools.product((False, True), epsilons, _roles(numbers, region, parameters)):
             arrays = [None if i is None else values[i] for i in roles]
-            if not _has_operator(centres, roles):
-                continue
+            if roles.gate is not None and (centres or roles.offset is not None):
+                continue  # no operator has that gate, and its last steps are left to XLA
             wanted = (_formula(rows, features, epsilon, centres, *arrays) for rows in draws)
             if factor := _factor([result[y] for result in results], wanted, has_scale=roles.scale is not None):
                 place = next(i for i, n in enumerate(region.nodes) if n is y.maker)
@@ -304,11 +304,6 @@ def _roles(numbers: Sequence[int], region: Region, parameters: Sequence[Paramete
         )
         if fits and (gate is None or parameters[gate].size == region.x.size):
             yield Roles(*roles)
-
-
-def _has_operator(centres: bool, roles: Roles) -> bool:
-    """False for a gated LayerNorm, and for a gated RMSNorm with an offset, whose last steps are left to XLA."""
-    return roles.gate is None or not (centres or roles.offset is not None)
 
 
 def _formula(

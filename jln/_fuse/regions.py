@@ -143,17 +143,16 @@ class Region:
 
     def _scales_rows(self, rows: int) -> bool:
         """True where a root of the statistic, through whatever, multiplies or divides an array of x's size."""
-        values = {self.statistic.output: False}  # whether there is a root behind the statistic
-        for v in (queue := [*values]):
-            for node in v.readers:
-                has_root = values[v] or node.operation in ("rsqrt", "sqrt", "pow")
+        queue = [(self.statistic.output, False)]
+        for value, has_root in queue:
+            for node in value.readers:
+                is_rooted = has_root or node.operation in ("rsqrt", "sqrt", "pow")
                 for made in node.outputs:
-                    if has_root and node.operation in ("mul", "div") and made.size == self.x.size:
+                    if is_rooted and node.operation in ("mul", "div") and made.size == self.x.size:
                         return True
                     is_small = getattr(made.aval, "size", 0) == rows or node.operation == "broadcast_in_dim"
-                    if is_small and not values.get(made, False) and len(queue) < MOST_STEPS_BACK:
-                        values[made] = has_root
-                        queue.append(made)
+                    if is_small and (made, is_rooted) not in queue and len(queue) < MOST_STEPS_BACK:
+                        queue.append((made, is_rooted))
         return False
 
     def structure(self, order: dict[Parameter, int]) -> tuple:

@@ -102,8 +102,10 @@ def _wrap(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_known
-        if (nnx := sys.modules.get("flax.nnx")) and _has_leaf(nnx.Pytree, (args, kwargs)):
-            return on_objects()(*args, **kwargs)
+        if nnx := sys.modules.get("flax.nnx"):
+            objects = jax.tree.leaves((args, kwargs), is_leaf=lambda a: isinstance(a, nnx.Pytree))
+            if any(isinstance(a, nnx.Pytree) for a in objects):
+                return on_objects()(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         is_traced = not trace_state_clean() or any(isinstance(a, Tracer) for a in leaves)
         # A NumPy scalar that an outer jit holds static stays a number.
@@ -125,7 +127,8 @@ def _wrap(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
         flat.__name__ = name  # which JAX's errors tell
         traced = jax.make_jaxpr(flat)(*arrays)
         findings: list[Finding] = []
-        if key is None or _has_arrays(traced):
+        # Arrays of the program's own, in a body too, may be others at another call.
+        if key is None or any(getattr(body, "consts", ()) for body in _bodies(traced)):
             results = evaluate(traced, arrays, options, findings)
         else:
             jaxpr = jax.make_jaxpr(lambda *a: evaluate(traced, a, options, findings))(*arrays)
@@ -177,11 +180,6 @@ def _is_array(leaf: Any) -> bool:
     """True for what JAX takes as an array: not for NumPy's strings, objects and dates."""
     is_of_numpy = isinstance(leaf, (np.ndarray, np.generic))
     return leaf.dtype.kind not in "OSUMm" if is_of_numpy else isinstance(leaf, jax.Array)
-
-
-def _has_arrays(program: ClosedJaxpr) -> bool:
-    """True for a program that has arrays of its own, in a body too: at another call these may be others."""
-    return any(getattr(body, "consts", ()) for body in _bodies(program))
 
 
 def _bodies(program: Any) -> Iterator[Any]:
@@ -237,8 +235,3 @@ def differentiates(program: ClosedJaxpr) -> bool:
 
 
 _HEAVY = ("dot_general", "reduce_sum", "mul")
-
-
-def _has_leaf(kind: type, tree: Any) -> bool:
-    """True of a tree that has an object of a kind, which is then no node of it."""
-    return any(isinstance(a, kind) for a in jax.tree.leaves(tree, is_leaf=lambda a: isinstance(a, kind)))

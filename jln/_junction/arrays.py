@@ -115,7 +115,6 @@ TABLE: dict[str, Array] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Arrays, include_extras=True).items()
 }
 OPERANDS = tuple(name for name, array in TABLE.items() if array.is_operand)
-RESULTS = tuple(name for name, array in TABLE.items() if array.made_of and not array.is_operand)
 KEPT = tuple(name for name, array in TABLE.items() if array.is_kept)
 # Those whose gradient is a sum over rows of which programs have shares.
 COLUMNS = tuple(name for name in OPERANDS if TABLE[name].shape is Shape.COLUMN)

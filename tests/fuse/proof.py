@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jln
-from jln._routes import inner_programs
 from jln._fuse import rewriting
+from jln._routes import inner_programs
 
 H = 512
 

@@ -83,7 +83,7 @@ def test_what_is_around_a_call():
 
 
 def test_models_are_functions():
-    """Those that are trees are traced as arguments; Haiku's and Linen's `apply` has the name scopes of its modules."""
+    """Models that are trees are traced as arguments; Haiku's and Linen's `apply` has the name scopes of its modules."""
     model = eqx.nn.Sequential([jln.equinox.LayerNorm(8), jln.equinox.RMSNorm(8)])
     routes = jln.explain(jax.vmap(model), X)
     assert (
@@ -159,6 +159,17 @@ def test_an_explanation_prints_itself():
     step = jax.grad(lambda x: jnp.sum(norms(x, scales)))
     assert "differentiates inside" in jln.explain(step, X).summary
     assert str(jln.explain(jnp.sin, X)) == "no norm was found"
+
+
+def test_each_norm_has_its_own_line():
+    """JAX keeps what it has traced of its own functions, with the lines of their first call."""
+
+    def function(x):
+        y = jax.nn.standardize(x) @ x.T
+        return y @ jax.nn.standardize(x + 1)
+
+    first, second = (int(route.line.split(":")[1].split()[0]) for route in jln.explain(jln.fuse(function), X))
+    assert abs(second - first) == 1
 
 
 def test_importing_loads_no_framework():

@@ -4,6 +4,7 @@ import targets as t
 from targets import Mutant
 
 CERTIFICATE, NORMS = "jln/_fuse/certificate.py", "jln/_fuse/norms.py"
+EXPLAIN = "tests/modules/test_explain.py::"
 
 
 def hidden(name: str) -> tuple[str, ...]:
@@ -46,7 +47,7 @@ PROOFS = [
     Mutant("tiles that no kernel can run", t.TUNING,
            'if (fault := _fault(entry["choice"], h, entry["itemsize"], tiles)) is not None:', "if fault := None:",
            ("tests/triton/test_tuning.py::test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out"
-            "[absurd warps]",)),
+            "[too much to hold]",)),
     Mutant("an entry under another's name", "jln/_triton/cache.py", "entry if name == key else None", "entry",
            ("tests/triton/test_cache.py::test_what_is_no_entry_of_the_key_is_as_none[another key's]",)),
     Mutant("root's folder in a user's home", "jln/_triton/cache.py", "os.geteuid() == 0 != near.stat().st_uid",
@@ -55,7 +56,15 @@ PROOFS = [
            ("tests/modules/test_one_framework.py::test_a_linear_with_settings_of_its_own_is_called",)),
     # Explaining
     Mutant("loops and checkpoints not told", t.ROUTES, "route._replace(why=route.why + _remark(equation))", "route",
-           ("tests/modules/test_explain.py::test_where_a_layer_is_and_what_is_around_it",)),
+           (f"{EXPLAIN}test_what_is_around_a_call",)),
+    Mutant("a norm left in silence", "jln/_fuse/regions.py", "if not self._scales_rows(rows):", "if True:",
+           (f"{EXPLAIN}test_an_explanation_prints_itself",)),
+    Mutant("what could be fused not told", "jln/_explain.py", "evaluate(program, arrays, Options(), [])", "()",
+           (f"{EXPLAIN}test_an_explanation_prints_itself",)),
+    Mutant("the line of a framework's first caller", "jln/_fuse/bodies.py", "next(filter(is_foreign, node.within), ",
+           "next(iter(()), ", (f"{EXPLAIN}test_each_norm_has_its_own_line",)),
+    Mutant("a check that fused nothing not told", "jln/testing/check.py", 'if operators else "NO', 'if True else "NO',
+           ("tests/checker/test_catalogue.py::test_a_fused_function_is_compared_with_its_own",)),
     # Certificates of norms
     Mutant("a power whose exponent is 0 on all rows that are tried", CERTIFICATE,
            'if node.operation in ("exp", "pow"):', 'if node.operation == "exp":',

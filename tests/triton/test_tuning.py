@@ -59,12 +59,9 @@ def test_a_file_is_read_again_when_it_changes(tuning_file):
     [
         ("h200", "h200"),
         ("NVIDIA H200 NVL", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA GH200 480GB", "gh200-480gb"),
-        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
         ("AMD Instinct MI250X / MI250", "mi250x"),
-        ("AMD Instinct MI300A", "amd-instinct-mi300a"),
     ],
 )
 def test_chips_by_their_marketing_names(kind, name, tuning_file):
@@ -119,13 +116,8 @@ ENTRIES = {
     "two tiles forward": (entry(OTHER, OTHER), "'forward' has 2 tiles"),
     "a fraction": (GOOD | {"tiles": [[4, 128, 2.5, 1, 1]]}, NO_INT),
     "a length that is none": (GOOD | {"h": [True]}, NO_INT),
-    "bytes in words": (GOOD | {"itemsize": "2"}, NO_INT),
-    "too many numbers": (GOOD | {"tiles": [[4, 128, 2, 1, 1, 9]]}, "TypeError: "),
     "no power of 2": (entry(Tile(3, 128, 2)), NO_TILE),
     "no columns": (entry(Tile(4, 0, 2)), NO_TILE),
-    "no stages": (entry(Tile(4, 128, 2, 0)), NO_TILE),
-    "no programs": (entry(Tile(4, 128, 2, 1, 0)), NO_TILE),
-    "absurd warps": (entry(Tile(4, 128, 64)), "is too large"),
     "too much to hold": (entry(Tile(1024, 128, 1)), "is too large"),
     "half of the lengths": (entry(OTHER, choice="backward", h=(128, 4096)), "128 columns of 4096 have no row sums"),
 }
@@ -146,8 +138,6 @@ def test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out(case, tuning_fi
 FILES = {
     "not JSON": (b"{", "JSONDecodeError"),
     "too deep": (b"[" * 100_000, "RecursionError"),
-    "not text": (b"\xff\xfe\x00", "UnicodeDecodeError"),
-    "a list": (b"[]", "TypeError"),
     "no entries": (b'{"chip": "h200"}', "KeyError: 'entries'"),
     "another chip's": (b'{"chip": "h100", "entries": []}', "it is of the chip 'h100', and this one is 'h200'"),
     "missing": (None, "No such file"),
