@@ -78,8 +78,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       TypeError: `function` is not callable, as a module of Flax Linen is not.
     """
     if not callable(function):
-        kind = type(function).__name__
-        raise TypeError(f"explain takes a function, such as model.apply of Flax Linen and Haiku; got {kind}")
+        raise TypeError(f"explain takes a function, as a model's apply is; got {type(function).__name__}")
     leaves, tree = jax.tree.flatten((function, args, kwargs))  # a model of Flax NNX or Equinox is a tree, too
     arrays = {i: a for i, a in enumerate(leaves) if hasattr(a, "shape") and hasattr(a, "dtype")}
 

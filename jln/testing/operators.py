@@ -203,8 +203,8 @@ def check_form(form: Form, dtype: str, implementation: str, device: Any, seed: i
 
 def run(names: Iterable[str], dtypes: Iterable[str], implementations: Iterable[str], seconds: float = math.inf) -> int:
     """Check forms on this process' first device, a line each; begin none after `seconds`; return 1 if one is wrong."""
-    device, done, wrong, started = jax.devices()[0], 0, 0, time.monotonic()
-    checks = [*itertools.product(names, dtypes, implementations)]
+    device, done, wrong, x64 = jax.devices()[0], 0, 0, jax.config.values["jax_enable_x64"]
+    checks, started = [*itertools.product(names, dtypes, implementations)], time.monotonic()
     parts = [LINEAR_PART if FORMS[name].is_linear else 1 for name, *_ in checks]
     print(f"{len(checks)} checks", file=sys.stderr)
     for done, (name, dtype, implementation) in enumerate(checks, 1):
@@ -221,7 +221,8 @@ def run(names: Iterable[str], dtypes: Iterable[str], implementations: Iterable[s
             print(f"some {taken * sum(parts) / sum(parts[:done]):.0f} s for all", file=sys.stderr)
         if taken > seconds:
             break
-    verdict = f"{done} of {len(checks)} checks: {f'{wrong} WRONG' if wrong else 'all is right'}"
-    print(f"{verdict} on {device.device_kind}, in {time.monotonic() - started:.0f} s")
+    jax.config.update("jax_enable_x64", x64)
+    verdict = f"{f'{wrong} WRONG' if wrong else 'all is right'} on {device.device_kind}"
+    print(f"{done} of {len(checks)} checks: {verdict}, in {time.monotonic() - started:.0f} s")
     print("The numbers are the largest error as a part of what is allowed, of values and all gradients beside float64.")
     return int(wrong > 0)
