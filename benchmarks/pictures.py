@@ -6,6 +6,7 @@ python benchmarks/pictures.py [FOLDER]    # pip install -e ".[bench]"; seconds
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shlex
 from collections.abc import Mapping, Sequence
@@ -80,10 +81,9 @@ def saves(report: dict[str, Any], path: pathlib.Path) -> None:
     """Draw the bytes that operators move beside every array once, and those held between forward and backward."""
     rows = {}
     for w in report["workloads"]:
-        programs = {peer: p for peer, p in w["programs"].items() if peer != "jln-norm"}
         columns = []
         for fact in ("bytes", "held_bytes"):
-            values = {peer: p[fact] for peer, p in programs.items() if p[fact]}
+            values = {peer: p[fact] for peer, p in w["programs"].items() if p[fact] and peer != "jln-norm"}
             columns.append(beside_ours(values, w["bytes_once"], {n: f"{v / 1e6:.0f} MB" for n, v in values.items()}))
         rows[w["name"]] = columns
     columns = {"moved by all kernels": "every array once", "held between forward and backward": None}
@@ -91,19 +91,19 @@ def saves(report: dict[str, Any], path: pathlib.Path) -> None:
     chart(path, "Bytes that forward + backward moves, and holds: less is better", caption, columns, rows)
 
 
-def steps(found: dict[str, Any], path: pathlib.Path) -> None:
-    """Draw whole steps: bytes outside of matmuls and attention, and temporary memory."""
+def steps(found: dict[str, Any], path: pathlib.Path, moved: str = "bytes_outside_products") -> None:
+    """Draw whole steps: bytes, by default those outside of matmuls and attention, and temporary memory."""
     rows = {}
     for step in found["steps"]:
         columns = []
-        for fact in ("bytes_outside_products", "temporary_bytes"):
+        for fact in (moved, "temporary_bytes"):
             values = {name: step["programs"][name][fact] for name in STEPS}
-            changes = {name: f"{100 * (value / values['as it is'] - 1):+.1f} % " for name, value in values.items()}
+            changes = {n: f"{math.ceil(1000 * (v / values['as it is'] - 1)) / 10:+.1f} % " for n, v in values.items()}
             columns.append([Bar(STEPS[n], v, f"{changes[n]}{n} {v / 1e9:.3g} GB") for n, v in values.items()])
         rows[f"{shlex.quote(step['name'])} --products {step['products']}"] = columns
-    columns = {"moved outside of matmuls and attention": None, "temporary memory": None}
-    where = f"for the {found['chip'].upper()} by JAX {found['versions']['jax']}. No norm: a bound."
-    caption = f"Forward + backward by python benchmarks/steps.py NAME --layers 12, {where}"
+    what = "by all kernels" if moved == "bytes" else "outside of matmuls and attention"
+    by = f"python benchmarks/steps.py NAME --layers 12, {found['chip'].upper()}, JAX {found['versions']['jax']}"
+    columns, caption = {f"bytes moved {what}": None, "temporary memory": None}, f"{by}. No norm: without its norms."
     chart(path, "A whole training step: less is better", caption, columns, rows)
 
 
@@ -138,7 +138,7 @@ def main(folder: Annotated[pathlib.Path, typer.Argument(help="In which they are 
     saves(report, folder / "benchmarks/pictures/saves.svg")
     steps(whole, folder / "benchmarks/pictures/steps.svg")
     front = [s for s in whole["steps"] if s["name"].isalpha() and s["products"] == "XLA"]
-    steps(whole | {"steps": front}, folder / "benchmarks/pictures/front.svg")
+    steps(whole | {"steps": front}, folder / "benchmarks/pictures/front.svg", "bytes")
     times(card, "of_ceiling", folder / "benchmarks/results/h200/card.svg")
     times(cpu, "median", folder / "benchmarks/results/cpu/speed.svg")
     times(cpu, "peak_bytes", folder / "benchmarks/results/cpu/memory.svg")

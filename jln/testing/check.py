@@ -75,7 +75,7 @@ def compare(transform: Callable[..., Any], own: Callable[..., Any], args: Any, *
         for name, a, t, size in zip(names, ours, theirs, sizes, strict=True):
             # What is zero but for roundings, as the gradient of a bias of keys, has those of its neighbours.
             rows.append(Row.worst(name, a, t, Tolerance(0.0, part * size + least * max(sizes))))
-    what = f"{operators} operator{'s' * (operators > 1)} beside the untouched" if operators else "NOTHING WAS FUSED"
+    what = f"fused ({operators} operator{'s' * (operators > 1)}) and as it is" if operators else "NOTHING WAS FUSED"
     return Report(f"{title}: {what}, in {coarsest}, random cotangent (seed {seed})", tuple(rows))
 
 

@@ -319,7 +319,7 @@ def test_second_derivatives_are_along_a_random_vector():
 def test_a_fused_function_is_compared_with_its_own(monkeypatch):
     report = testing.check_fuse(norm, X, X[0])
     assert report.ok and [row.name for row in report.rows] == ["result", "x", "scale"]
-    assert report.title.startswith("norm: 1 operator beside the untouched, in float64")
+    assert report.title.startswith("norm: fused (1 operator) and as it is, in float64")
     with pytest.warns(UserWarning, match="found no norm in sin"):
         assert testing.check_fuse(jnp.sin, X).title.startswith("sin: NOTHING WAS FUSED")
     monkeypatch.setattr(testing, "fuse", lambda f, **_: lambda *args: f(*args) * (1 + 1e-9))
