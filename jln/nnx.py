@@ -12,6 +12,7 @@ is two-pass whatever `use_fast_variance`.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -204,8 +205,11 @@ def on_objects(function: Callable[..., Any], transform: Callable[..., Any]) -> C
     def pure(_: Any, tree: Any) -> tuple[Any, Any]:
         args, kwargs = nnx.from_tree(tree, ctxtag=_FUSE, is_inner=True)
         objects = [a for a in jax.tree.leaves((args, kwargs), is_leaf=_is_object) if _is_object(a)]
+        before, leaves = _parts(objects)
         results = function(*args, **kwargs)
-        return results, nnx.to_tree(objects, ctxtag=_FUSE)
+        after, others = _parts(objects)
+        is_same = before == after and all(map(operator.is_, leaves, others))
+        return results, None if is_same else nnx.to_tree(objects, ctxtag=_FUSE)
 
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
     program = transform(pure)
@@ -214,7 +218,11 @@ def on_objects(function: Callable[..., Any], transform: Callable[..., Any]) -> C
         with nnx.update_context(_FUSE):
             tree = nnx.to_tree((args, kwargs), split_fn=_split, ctxtag=_FUSE)
             results, objects = program(_UNHASHABLE, tree)
-            nnx.from_tree(objects, ctxtag=_FUSE, is_inner=False)  # into the caller's
+            if objects is not None:  # into the caller's, if it may be changed here, of which Flax asks too late
+                for _, a in nnx.iter_graph((args, kwargs)):
+                    if isinstance(a, nnx.Variable):
+                        a._check_can_update()
+                nnx.from_tree(objects, ctxtag=_FUSE, is_inner=False)
         return results
 
     return call
@@ -227,6 +235,11 @@ _UNHASHABLE: set[Any] = set()
 
 def _is_object(a: Any) -> bool:
     return isinstance(a, nnx.Pytree)
+
+
+def _parts(objects: list[Any]) -> tuple[Any, list[Any]]:
+    graphdef, state = nnx.split(objects)
+    return graphdef, jax.tree.leaves(state)
 
 
 def _split(context: Any, path: Any, prefix: Any, a: Any) -> Any:
