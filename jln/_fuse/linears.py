@@ -6,6 +6,7 @@ They become a part of the norm's operator, which then keeps no result for backwa
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,15 +44,18 @@ class Linear(NamedTuple):
         return tuple(n for a, n in enumerate(self.kernel.shape) if a != self.axis)
 
 
-def linears_of(graph: Graph, norm: Norm, constants: Constants) -> list[Linear] | str:
-    """The Linears that read the norm's result; or why it is kept all the same, in a few words."""
+def linears_of(graph: Graph, norm: Norm, constants: Constants, biased: Container[Value]) -> list[Linear] | str:
+    """The Linears that read the norm's result; or why it is kept all the same, in a few words.
+
+    biased: products whose bias is the next norm's, which reads the product in front of it.
+    """
     if norm.features != (norm.y.ndim - 1,):
         return "another axis than the last is normalised"
     linears: list[Linear] = []
     for z, node, between in readers(graph, norm.y, casts):
         if node is None:
             return "its result is one of the function's"
-        linear = _linear(graph, z, node, constants)
+        linear = _linear(graph, z, node, constants, biased)
         if isinstance(linear, str):
             return linear
         constraints = [n for n in between if n.operation == "sharding_constraint"]
@@ -61,7 +65,7 @@ def linears_of(graph: Graph, norm: Norm, constants: Constants) -> list[Linear] |
     return linears or "nothing reads its result"
 
 
-def _linear(graph: Graph, z: Value, node: Node, constants: Constants) -> Linear | str:
+def _linear(graph: Graph, z: Value, node: Node, constants: Constants, biased: Container[Value]) -> Linear | str:
     last = z.ndim - 1
     if node.operation != "dot_general":
         return f"{node.words} reads its result"
@@ -87,7 +91,7 @@ def _linear(graph: Graph, z: Value, node: Node, constants: Constants) -> Linear 
     if z.dtype.name not in FLOATS or not node.output.dtype == z.dtype == promote(z.dtype, kernel.dtype):
         return f"a Linear of {z.dtype.name} and {kernel.dtype.name} is in {node.output.dtype.name}"
     result, bias = node.output, None
-    if is_first and graph.is_read_once(result) and (adding := result.readers[0]).operation == "add":
+    if is_first and result not in biased and graph.is_read_once(result) and (adding := result.readers[0]).operation == "add":
         other = adding.inputs[1] if adding.inputs[0] is result else adding.inputs[0]
         parameter = peel(other, constants)
         features = result.shape[last:]

@@ -262,7 +262,8 @@ class _Rewriting:
             return [], ""
         if norm.z is not None or addition is not None:
             return [], "its operator has no Linears"
-        linears = linears_of(self.graph, norm, self.constants)
+        biased = {j.x for j in self.junctions.values() if j.x_bias is not None}
+        linears = linears_of(self.graph, norm, self.constants, biased)
         if isinstance(linears, str):
             return [], linears
         results = [norm.y] + ([junction.total] if junction is not None else [])

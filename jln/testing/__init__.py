@@ -99,6 +99,7 @@ def check_fuse(
     implementation: str | None = None,
     dtype: Any = "float64",
     seed: int = 0,
+    **kwargs: Any,
 ) -> Report:
     """Compare the results and the gradients of `jln.fuse(f)` with those of `f`, element by element.
 
@@ -108,28 +109,30 @@ def check_fuse(
     nothing was fused: then there was nothing to find. Errors are those of `check_vjp`.
 
     Args:
-      f: as of `check_vjp`, untouched; what it takes beside arrays and numbers is for `functools.partial`.
-      *args: its arguments, as of `jln.explain`; objects of Flax NNX may be among them.
+      f: as of `check_vjp`, untouched.
+      *args, **kwargs: its arguments, as of `jln.explain`: arrays, objects of Flax NNX, and what stays as it is. No
+        gradients are taken of those by name. One with the name of an option is for `functools.partial`.
       linears, implementation: as of `jln.fuse`.
       dtype, seed: as of `check_vjp`.
     """
     transform = functools.partial(fuse, linears=linears, implementation=implementation)
-    return compare(transform, f, args, dtype=dtype, seed=seed)
+    own = functools.wraps(f)(functools.partial(f, **kwargs)) if kwargs else f
+    return compare(transform, own, args, dtype=dtype, seed=seed)
 
 
-def assert_operators(f: Callable[..., Any], *args: Any, expect: Mapping[str, int]) -> None:
+def assert_operators(f: Callable[..., Any], *args: Any, expect: Mapping[str, int], **kwargs: Any) -> None:
     """Raise unless `f(*args)` calls so many of each operator: a model may lose one to a change, without a word.
 
     Args:
       f: any function that `jln.explain` takes, such as one that `jln.fuse` returned.
-      *args: its arguments.
+      *args, **kwargs: its arguments.
       expect: the number of calls by the operators' names, as in `{"add_rms_norm": 24, "rms_norm": 1}`. A call in a
         loop counts once.
 
     Raises:
       AssertionError: the calls are others; the message lists them, and what `jln.fuse` left, with its places.
     """
-    routes = explain(f, *args)
+    routes = explain(f, *args, **kwargs)
     calls = collections.Counter(r.layer.removeprefix("jln.") for r in routes if r.path != "plain")
     if calls != collections.Counter(expect):
         raise AssertionError(f"expected the operators {dict(expect)}; found {dict(calls)}: {routes}")

@@ -52,7 +52,7 @@ def check(order: int, f, args, reference, dtype, tolerance: Any, seed: int) -> R
 
 def compare(transform: Callable[..., Any], own: Callable[..., Any], args: Any, *, dtype: Any, seed: int) -> Report:
     """Compare the results and gradients of a function with those of what `transform`, a form of `fuse`, makes of it."""
-    truth = Problem.make("f", own, args, dtype)
+    truth = Problem.make("f", own, args, dtype, may_be_static=True)
     shapes = truth.shapes()
     weights = _draw(seed, shapes.values())
     leaves, tree = jax.tree.flatten(truth.args)  # of objects of Flax NNX, too
@@ -69,12 +69,14 @@ def compare(transform: Callable[..., Any], own: Callable[..., Any], args: Any, *
         operators = sum(route.path != "plain" for route in explain(fused, *leaves))
     coarsest = _coarsest(_dtypes(program) & {*TOLERANCES} or {"float64"})
     part, rows = _ALLOWED[coarsest], []
-    least = max(part * part, min(16 * float(jnp.finfo(coarsest).eps), 1e-6))
-    for names, ours, theirs in zip((shapes, truth.names), got, expected, strict=True):
+    least, largest = max(part * part, min(16 * float(jnp.finfo(coarsest).eps), part / 10)), 0.0
+    for names, ours, theirs in reversed([*zip((shapes, truth.names), got, expected, strict=True)]):
         sizes = [float(np.max(np.abs(np.asarray(t, "float64")), initial=0.0)) for t in theirs]
-        for name, a, t, size in zip(names, ours, theirs, sizes, strict=True):
-            # What is zero but for roundings, as the gradient of a bias of keys, has those of its neighbours.
-            rows.append(Row.worst(name, a, t, Tolerance(0.0, part * size + least * max(sizes))))
+        # What is zero but for roundings, as the gradient of a bias of keys, has those of the other gradients, and a
+        # result, such as a mean of norms, those of all.
+        largest = max(largest, *sizes)
+        allowed = [Tolerance(0.0, part * size + least * largest) for size in sizes]
+        rows[:0] = map(Row.worst, names, ours, theirs, allowed)
     what = f"fused ({operators} operator{'s' * (operators > 1)}) and as it is" if operators else "NOTHING WAS FUSED"
     return Report(f"{title}: {what}, in {coarsest}, random cotangent (seed {seed})", tuple(rows))
 
@@ -92,13 +94,16 @@ class Problem:
     floats: list[np.ndarray]  # of the leaves of `args`
 
     @classmethod
-    def make(cls, title: str, f: Any, args: Any, dtype: Any) -> Problem:
-        """Cast the floating leaves of arguments to a dtype; None for no cast."""
+    def make(cls, title: str, f: Any, args: Any, dtype: Any, may_be_static: bool = False) -> Problem:
+        """Cast the floating leaves of arguments to a dtype; None for no cast.
+
+        may_be_static: whether leaves that are no arrays stay what they are, as for `fuse`.
+        """
         if not callable(f):
             raise TypeError(f"{title} must be a function; got {type(f).__name__}")
         if not isinstance(args, tuple | list):
             raise TypeError(f"args must be a tuple of f's arguments; got {type(args).__name__}")
-        args = jax.tree.map(functools.partial(_cast, name=_known(dtype)), tuple(args))
+        args = jax.tree.map(functools.partial(_cast, name=_known(dtype), may_be_static=may_be_static), tuple(args))
         floats = [a for a in jax.tree.leaves(args) if _is_floating(a)]
         if not floats:
             raise TypeError("args must have a floating array among them, or there is nothing to differentiate")
@@ -120,7 +125,8 @@ class Problem:
     def results(self, floats: Sequence[Any]) -> Any:
         """The results of `f`, as it returns them."""
         values = iter(floats)
-        results = self.f(*jax.tree.map(lambda a: next(values) if _is_floating(a) else jnp.asarray(a), self.args))
+        as_array = lambda a: jnp.asarray(a) if hasattr(a, "dtype") else a  # noqa: E731
+        results = self.f(*jax.tree.map(lambda a: next(values) if _is_floating(a) else as_array(a), self.args))
         return jax.tree.map(lambda leaf: jnp.asarray(_real(f"{self.title} must return", leaf)), results)
 
     def __call__(self, floats: Sequence[Any]) -> list[jax.Array]:
@@ -151,7 +157,7 @@ def _gradients(call: Callable[..., Any], cotangent: Sequence[Any], floats: Seque
 
 
 def _is_floating(a: Any) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.floating)
+    return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
 
 
 def _by_name(name: str, tree: Any) -> dict[str, Any]:
@@ -168,8 +174,10 @@ def _real(where: str, leaf: Any) -> Any:
     return leaf
 
 
-def _cast(leaf: Any, name: str | None) -> Any:
+def _cast(leaf: Any, name: str | None, may_be_static: bool) -> Any:
     """A leaf of arguments: of NumPy in a dtype of this name, if there is one, where it is floating; else as it is."""
+    if may_be_static and not hasattr(leaf, "dtype"):
+        return leaf
     array = _real("args must hold", jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf)
     return np.asarray(array).astype(name or array.dtype) if _is_floating(array) else array
 
