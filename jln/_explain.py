@@ -13,7 +13,7 @@ import numpy as np
 from jln._fuse.bodies import evaluate
 from jln._fuse.calls import Options
 from jln._fuse.transformation import differentiates
-from jln._routes import Route, listen, routes_of, write
+from jln._routes import POSSIBLE, Route, listen, routes_of, write, write_possible
 
 
 class Explanation(tuple[Route, ...]):
@@ -25,18 +25,21 @@ class Explanation(tuple[Route, ...]):
 
     summary: str
 
-    def __new__(cls, routes: Iterable[Route], summary: str) -> Explanation:
+    def __new__(cls, routes: Iterable[Route], summary: str = "") -> Explanation:
         made = super().__new__(cls, routes)
         made.summary = summary
         return made
 
     def __str__(self) -> str:
-        # Equal layers differ in the numbers of their scopes.
-        equal = collections.defaultdict(list)
+        equal = collections.defaultdict(list)  # layers alike differ in the numbers of their scopes
         for route in self:
             equal[route._replace(scope=re.sub(r"\d+", "*", route.scope))].append(route)
-        lines = [f"{len(routes)} x {routes[0] if len({*routes}) == 1 else key}" for key, routes in equal.items()]
-        return "\n".join([self.summary, *lines])
+        lines = [self.summary]
+        for routes in equal.values():
+            names = [{*name} for name in zip(*(route.scope.split("/") for route in routes), strict=True)]
+            scope = "/".join(name.pop() if len(name) == 1 else re.sub(r"\d+", "*", name.pop()) for name in names)
+            lines.append(f"{len(routes)} x {routes[0]._replace(scope=scope)}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -58,8 +61,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. A "norm" or "fused" call reaches jln's operators, and
     runs what their `implementation` says. Of a function that `jln.fuse` has made, the operators that it put in are
-    listed, and the norms that it left. Of a function that has nothing of jln the norms are that `jln.fuse` would take;
-    beside layers or operators of jln, a framework's own layers are not listed.
+    listed, and the norms that it left; of another one the norms that `jln.fuse` would take.
 
     JAX does not trace again what is under `jax.jit`: of an object that it has closed over, you see the state at the
     first call. A Flax NNX model that is changed, or that Flax transforms, is an argument:
@@ -75,7 +77,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         what that keeps.
 
     Raises:
-      TypeError: `function` is not callable, as a module of Flax Linen is not.
+      TypeError: `function` is not callable, as what `hk.transform` returns is not.
     """
     if not callable(function):
         raise TypeError(f"explain takes a function, as a model's apply is; got {type(function).__name__}")
@@ -88,13 +90,22 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     with listen(write):
         program = jax.make_jaxpr(trace)(arrays)
-        routes = [*routes_of(program)]
-        if routes:
-            return Explanation(routes, _count(routes))
-        if differentiates(program):
-            return Explanation((), "not fused, and it differentiates inside: explain its loss, or jln.fuse(loss)")
-        fused = jax.make_jaxpr(lambda *arrays: evaluate(program, arrays, Options(), []))(*program.in_avals)
-    found = [*routes_of(fused)]
-    own = [r._replace(layer="norm", path="plain", why=f"jln.fuse makes it {r.layer} of {r.why}") for r in found]
-    routes = [r if r.path == "plain" else o for r, o in zip(found, own, strict=True)]
-    return Explanation(routes, f"not fused; jln.fuse takes {_count(found)}" if found else "no norm was found")
+    own = [*routes_of(program)]
+    if differentiates(program):
+        told = "not fused, and it differentiates inside: explain its loss, or jln.fuse(loss)"
+        return Explanation(own, _count(own) if own else told)
+    with listen(write_possible):
+        program = jax.make_jaxpr(lambda *arrays: evaluate(program, arrays, Options(), []))(*program.in_avals)
+    routes, possible = [], []
+    for route in routes_of(program):
+        is_possible, path = route.path.startswith(POSSIBLE), route.path.removeprefix(POSSIBLE)
+        if is_possible and (path != "plain" or not own):  # what fuse has left it leaves again
+            possible.append(route._replace(path=path))
+        if is_possible and path != "plain":
+            why = f"jln.fuse makes it {route.layer} of {route.why}"
+            routes.append(route._replace(layer="norm", path="plain", why=why))
+        elif not (is_possible and own):
+            routes.append(route._replace(path=path))
+    if own:
+        return Explanation(routes, _count(routes) + (f"; jln.fuse takes {len(possible)} more" if possible else ""))
+    return Explanation(routes, f"not fused; jln.fuse takes {_count(possible)}" if possible else "no norm was found")

@@ -57,6 +57,14 @@ def write(route: Route, read: Any) -> None:
     _primitive().bind(*([read] if isinstance(read, jax.Array) else []), route=route)
 
 
+POSSIBLE = "possible "
+
+
+def write_possible(route: Route, read: Any) -> None:
+    """Write a route that a program could have, which its path says, and has not."""
+    write(route._replace(path=POSSIBLE + route.path), read)
+
+
 def note_calls(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a decorator of public operators, which notes their calls."""
 

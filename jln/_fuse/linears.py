@@ -91,7 +91,12 @@ def _linear(graph: Graph, z: Value, node: Node, constants: Constants, biased: Co
     if z.dtype.name not in FLOATS or not node.output.dtype == z.dtype == promote(z.dtype, kernel.dtype):
         return f"a Linear of {z.dtype.name} and {kernel.dtype.name} is in {node.output.dtype.name}"
     result, bias = node.output, None
-    if is_first and result not in biased and graph.is_read_once(result) and (adding := result.readers[0]).operation == "add":
+    if (
+        is_first
+        and result not in biased
+        and graph.is_read_once(result)
+        and (adding := result.readers[0]).operation == "add"
+    ):
         other = adding.inputs[1] if adding.inputs[0] is result else adding.inputs[0]
         parameter = peel(other, constants)
         features = result.shape[last:]

@@ -130,7 +130,7 @@ class Region:
         if self.x.operation == "stop_gradient" or any(n.operation == "stop_gradient" for n, _ in self.blocks):
             return "statistics are read through stop_gradient"
         rows = self.x.size // math.prod(self.x.shape[a] for a in self.features)
-        if not self._scales_rows(rows):
+        if not self._scales_rows():
             return None
         reasons = [self.x.maker.words] if self.x.maker is not None and self.x.operation == "select_n" else []
         if not self.candidates:
@@ -141,8 +141,8 @@ class Region:
             return "a number in it is an argument, as epsilon may be"
         return "nothing here equals layer_norm or rms_norm on random rows"
 
-    def _scales_rows(self, rows: int) -> bool:
-        """True where a root of the statistic, through whatever, multiplies or divides an array of x's size."""
+    def _scales_rows(self) -> bool:
+        """True where a root of the statistic, through what is smaller than x, multiplies or divides an array of x's size."""
         queue = [(self.statistic.output, False)]
         for value, has_root in queue:
             for node in value.readers:
@@ -150,7 +150,7 @@ class Region:
                 for made in node.outputs:
                     if is_rooted and node.operation in ("mul", "div") and made.size == self.x.size:
                         return True
-                    is_small = getattr(made.aval, "size", 0) == rows or node.operation == "broadcast_in_dim"
+                    is_small = getattr(made.aval, "size", 0) < self.x.size or node.operation == "broadcast_in_dim"
                     if is_small and (made, is_rooted) not in queue and len(queue) < MOST_STEPS_BACK:
                         queue.append((made, is_rooted))
         return False

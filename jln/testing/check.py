@@ -50,6 +50,9 @@ def check(order: int, f, args, reference, dtype, tolerance: Any, seed: int) -> R
     return Report(title, tuple(Row.worst(name, a, t, allowed) for name, a, t in both))
 
 
+NOTHING = "NOTHING WAS FUSED (dtype=None compares what runs without a cast)"
+
+
 def compare(transform: Callable[..., Any], own: Callable[..., Any], args: Any, *, dtype: Any, seed: int) -> Report:
     """Compare the results and gradients of a function with those of what `transform`, a form of `fuse`, makes of it."""
     truth = Problem.make("f", own, args, dtype, may_be_static=True)
@@ -77,7 +80,7 @@ def compare(transform: Callable[..., Any], own: Callable[..., Any], args: Any, *
         largest = max(largest, *sizes)
         allowed = [Tolerance(0.0, part * size + least * largest) for size in sizes]
         rows[:0] = map(Row.worst, names, ours, theirs, allowed)
-    what = f"fused ({operators} operator{'s' * (operators > 1)}) and as it is" if operators else "NOTHING WAS FUSED"
+    what = f"fused ({operators} operator{'s' * (operators > 1)}) and as it is" if operators else NOTHING
     return Report(f"{title}: {what}, in {coarsest}, random cotangent (seed {seed})", tuple(rows))
 
 
