@@ -32,7 +32,7 @@ from workloads import ALL, CPU_WORKLOADS, WORKLOADS, Workload
 
 RESULTS = "results.json"
 FINISH = 20.0  # seconds for which a workload that was begun may go on
-SAME = ("chip", "versions", "commit", "tiles", "repetitions")  # what a run must have in common with one that it goes on
+SAME = ("chip", "versions", "commit", "repetitions")  # what a run must have in common with one that it goes on
 
 CLOCKS = {
     "device": "the device's own, by its profiler",

@@ -33,10 +33,9 @@ import typer
 import jln
 from catalogue import DIRECTIONS
 from jln._junction import tiles
-from jln._triton.chip import Chip, chip_by_name
+from jln._triton.chip import Chip, chip_by_name, chip_name
 from jln._triton.target import Recorder, using
 from jln._triton.tile import Tile, next_power_of_2
-from jln._triton.tuning import chip_name
 from machine import version
 from rows import known, save
 from workloads import WORKLOADS
@@ -245,7 +244,7 @@ class Question:
 @app.command("time")
 def time_all(
     file: Annotated[pathlib.Path, typer.Argument(help="As `compile` wrote it.", exists=True)],
-    output: Annotated[pathlib.Path | None, typer.Option(help="A JSON file of all, for JLN_TUNING, too.")] = None,
+    output: Annotated[pathlib.Path | None, typer.Option(help="A JSON file of all, the fastest first.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Begin no question after so many.")] = 60,
 ) -> None:
     """Time the candidates of each question on the card that is here."""

@@ -24,8 +24,7 @@ import typer
 
 import pictures
 from bench import CLOCKS, load
-from jln._triton.chip import Chip
-from jln._triton.tuning import chip_name
+from jln._triton.chip import Chip, chip_name
 from peers import PEERS
 from pictures import NAMES
 from predictions import number, places, predict, predictions, table

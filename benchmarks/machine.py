@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 import jln
-from jln._triton import tuning
 
 HERE = str(pathlib.Path(__file__).parent)
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "numpy", "flax", "dm-haiku", "tokamax", "torch", "liger-kernel")
@@ -47,7 +46,6 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": os.getloadavg()[0],
         "versions": versions(),
-        "tiles": os.environ.get(tuning.VARIABLE) or None,
     }
 
 

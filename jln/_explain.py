@@ -96,16 +96,21 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         return Explanation(own, _count(own) if own else told)
     with listen(write_possible):
         program = jax.make_jaxpr(lambda *arrays: evaluate(program, arrays, Options(), []))(*program.in_avals)
+    left = [route for route in own if route.path == "plain"]  # of which the norms are found once more
     routes, possible = [], []
     for route in routes_of(program):
-        is_possible, path = route.path.startswith(POSSIBLE), route.path.removeprefix(POSSIBLE)
-        if is_possible and (path != "plain" or not own):  # what fuse has left it leaves again
-            possible.append(route._replace(path=path))
-        if is_possible and path != "plain":
+        path = route.path.removeprefix(POSSIBLE)
+        if path == route.path:
+            routes.append(route)
+        elif any(route.line == known.line and route.scope.startswith(known.scope) for known in left):
+            continue
+        elif path != "plain":
             why = f"jln.fuse makes it {route.layer} of {route.why}"
             routes.append(route._replace(layer="norm", path="plain", why=why))
-        elif not (is_possible and own):
+            possible.append(route._replace(path=path))
+        elif not own:
             routes.append(route._replace(path=path))
+            possible.append(routes[-1])
     if own:
         return Explanation(routes, _count(routes) + (f"; jln.fuse takes {len(possible)} more" if possible else ""))
     return Explanation(routes, f"not fused; jln.fuse takes {_count(possible)}" if possible else "no norm was found")

@@ -14,7 +14,7 @@ from typing import Any
 
 import jln
 from jln._junction.linears.tiles import missing_fence
-from jln._triton import cache, ptxas, target, tuning
+from jln._triton import cache, ptxas, target
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 from jln.testing.report import align
 
@@ -82,10 +82,8 @@ def _bad_imports(versions: dict[str, str], has_gpu: bool) -> Iterator[str]:
 
 
 def _facts(chip: Chip) -> Iterator[str]:
-    """Say what the kernels are compiled for and by, which tiles were measured, and what is left to XLA."""
+    """Say what the kernels are compiled for and by, and what is left to XLA."""
     yield f"Kernels are for {chip.name}, {chip}, of {chip.cores} cores."
-    if measured := tuning.entries(chip):
-        yield f"{len(measured)} of their tiles are as measured, of {os.environ[tuning.VARIABLE]}."
     if not chip.is_amd and (assembler := ptxas.find()) is not None:
         yield f"Their assembler: {ptxas.missing(chip) or assembler}."
     if (why := missing_fence(chip)) is not None:

@@ -142,7 +142,7 @@ class Region:
         return "nothing here equals layer_norm or rms_norm on random rows"
 
     def _scales_rows(self) -> bool:
-        """True where a root of the statistic, through what is smaller than x, multiplies or divides an array of x's size."""
+        """True where a root of the statistic multiplies or divides an array of x's size, behind smaller ones."""
         queue = [(self.statistic.output, False)]
         for value, has_root in queue:
             for node in value.readers:

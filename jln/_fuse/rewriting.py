@@ -13,7 +13,7 @@ from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value, bind
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, is_product, keeps_by_name, linears_of
-from jln._fuse.norms import Norm, norms_of
+from jln._fuse.norms import Miss, Norm, norms_of
 from jln._fuse.readers import Reader, hands_on, readers, shapes, spreads
 from jln._fuse.regions import Parameter, peel
 from jln._junction.arguments import groups_of
@@ -67,6 +67,12 @@ def rewrite(graph: Graph, options: Options) -> list[Finding]:
     """Put calls of operators into the graph, and say what was found."""
     constants = Constants()
     norms, misses = norms_of(graph, constants)
+    misses += [
+        Miss(node, "it is in a function with derivatives of its own")
+        for node in graph.nodes
+        if node.operation in ("custom_vjp_call", "custom_jvp_call")
+        and norms_of(Graph(node.params["call_jaxpr"]), constants)[0]
+    ]
     left = [Finding(None, (), miss.why, miss.node, miss.node.inputs[0], is_chosen=False) for miss in misses]
     return [*_Rewriting(graph, norms, options, constants).findings(), *left]
 

@@ -48,11 +48,11 @@ def fuse(
     """Return a function that computes what `function` does, with jln's operators in the place of its norms.
 
     A transformation as `jax.checkpoint` is one: `loss = jln.fuse(loss)`, then `jax.jit(jax.value_and_grad(loss))`. At a
-    call the function is traced (outside of any trace once for arguments alike, as by `jax.jit`; with objects of Flax NNX each time), and its LayerNorms and
-    RMSNorms are found by what they compute, in whatever framework they are written; with them the sums, biases and
-    gates in front of them and the sums behind. A norm is taken if it equals the operator in float64 on random rows and
-    has no step of which that would prove nothing, such as a maximum. All else stays as it is: loops, checkpoints with
-    their policies, shardings, effects, random numbers.
+    call the function is traced (outside of any trace once for arguments alike, as by `jax.jit`, but each time with
+    objects of Flax NNX), and its LayerNorms and RMSNorms are found by what they compute, in whatever framework they are
+    written; with them the sums, biases and gates in front of them and the sums behind. A norm is taken if it equals the
+    operator in float64 on random rows and has no step of which that would prove nothing, such as a maximum. All else
+    stays as it is: loops, checkpoints with their policies, shardings, effects, random numbers.
 
     It belongs below `grad`: of a function that differentiates inside, as a training step does, backward reads what
     forward has made, and nothing is saved. What an operator rounds it rounds once, so 16-bit results differ from the

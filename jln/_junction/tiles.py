@@ -1,10 +1,9 @@
-"""Tiles of the norm kernels: rules found by compiling and on a card, and what a card has measured (`tuning`)."""
+"""Tiles of the norm kernels: rules found by compiling and on a card."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from jln._triton import tuning
 from jln._triton.chip import Chip
 from jln._triton.target import Target
 from jln._triton.tile import Tile, is_aligned, next_power_of_2
@@ -196,13 +195,10 @@ def reduce_tile(h: int, shares: int | None = None) -> Tile:
 def forward(
     h: int, itemsize: int, mixed: bool, target: Target, parameters: tuple[int, ...] = (), adds: bool = False
 ) -> Tile:
-    """The tile of `forward_kernel`: as measured where x, scale and offset are all it reads, else by `forward_tile`.
+    """The tile of `forward_kernel`: by `forward_tile`, and of programs with several rows where that is worth it.
 
     parameters: the bytes of a column's scale and offset where no more is read than x, and a residual if it `adds`.
     """
-    alone = parameters and not (mixed or adds)
-    if alone and (tiles := tuning.entries(target.chip).get(("forward", h, itemsize))):
-        return _with_room(tiles[0], itemsize, (1, 0), target.chip)
     tile = forward_tile(h, itemsize, mixed)
     easy = is_aligned(h, itemsize) and not mixed and not target.chip.is_amd
     if parameters and easy and 1024 <= tile.columns >= h and tile.warps <= 16:
@@ -239,17 +235,12 @@ def backward(
     more: int = 0,
     reads: tuple[int, int] = (2, 0),
 ) -> BackwardPlan:
-    """The plan of the backward pass: as measured for dy alone and `more` of 0, else by `backward_plan`.
+    """The plan of the backward pass, with stages for what is read.
 
     beside: how many cotangents `backward_kernel` reads beside dy. reads: as of `read_ahead`.
     """
     crammed = wants_y and beside > 0 and itemsize == 4
     plan = backward_plan(h, itemsize, mixed, more=more, crammed=crammed)
-    if not (mixed or more or beside or wants_y):
-        tiles = tuning.entries(target.chip).get(("backward", h, itemsize))
-        if tiles is not None:
-            tile, *sums = (_with_room(tile, itemsize, reads, target.chip) for tile in tiles)
-            return BackwardPlan(tile, sums[0] if sums else None)
     if plan.tile.stages > 1:
         plan = dataclasses.replace(plan, tile=read_ahead(plan.tile, itemsize, reads, target.chip))
     return plan

@@ -127,6 +127,12 @@ def chip_by_name(name: str) -> Chip:
         raise ValueError(f"unknown chip {name!r}; known are {', '.join(sorted(CHIPS))}") from None
 
 
+def chip_name(chip: Chip) -> str:
+    """The name of a chip in measurements: "h200" for "NVIDIA H200 NVL", "mi250x" for "AMD Instinct MI250X / MI250"."""
+    words = re.findall(r"[a-z0-9]+", chip.name.lower())
+    return next((word for word in words if word in CHIPS), "-".join(word for word in words if word != "nvidia"))
+
+
 def platform_of(device: Any) -> str:
     """JAX's name of a device's platform for lowering: of a GPU "cuda" or "rocm", where the device says "gpu"."""
     if device.platform != "gpu":

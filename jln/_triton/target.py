@@ -38,9 +38,9 @@ class Gpu(Target):
         return lowering.kernel_call.bind(*arrays, launch=launch)
 
     def made_of(self) -> Any:
-        from jln._triton import lowering, tuning
+        from jln._triton import lowering
 
-        return self.chip, tuple(tuning.entries(self.chip).items()), lowering.switches()
+        return self.chip, lowering.switches()
 
 
 @dataclasses.dataclass(frozen=True)

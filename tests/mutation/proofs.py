@@ -1,4 +1,4 @@
-"""Ways to break the reference, the checker, tuning, explaining and the certificates of norms."""
+"""Ways to break the reference, the checker, explaining and the certificates of norms."""
 
 import targets as t
 from targets import Mutant
@@ -37,17 +37,6 @@ PROOFS = [
     Mutant("all within the tolerance of an infinity", "jln/testing/report.py",
            "np.where(np.isfinite(limit), error / limit, np.inf)", "error / limit",
            ("tests/checker/test_catalogue.py::test_nothing_but_itself_is_within_an_infinite_tolerance",)),
-    # Measured tiles
-    Mutant("backward passes with more to hold given measured tiles", t.NORM_TILES,
-           "not (mixed or more or beside or wants_y)", "not (mixed or wants_y)",
-           ("tests/triton/test_tuning.py::test_only_what_was_measured_is_chosen",)),
-    Mutant("tiles of another chip", t.TUNING, 'if document["chip"] != chip:', "if False:",
-           ("tests/triton/test_tuning.py::test_a_file_that_is_none_is_said_once_and_the_rules_choose"
-            "[another chip's]",)),
-    Mutant("tiles that no kernel can run", t.TUNING,
-           'if (fault := _fault(entry["choice"], h, entry["itemsize"], tiles)) is not None:', "if fault := None:",
-           ("tests/triton/test_tuning.py::test_a_file_with_an_entry_that_no_kernel_can_run_is_left_out"
-            "[too much to hold]",)),
     Mutant("an entry under another's name", "jln/_triton/cache.py", "entry if name == key else None", "entry",
            ("tests/triton/test_cache.py::test_what_is_no_entry_of_the_key_is_as_none[another key's]",)),
     Mutant("root's folder in a user's home", "jln/_triton/cache.py", "os.geteuid() == 0 != near.stat().st_uid",
@@ -57,13 +46,13 @@ PROOFS = [
     # Explaining
     Mutant("loops and checkpoints not told", t.ROUTES, "route._replace(why=route.why + _remark(equation))", "route",
            (f"{EXPLAIN}test_what_is_around_a_call",)),
-    Mutant("a norm left in silence", "jln/_fuse/regions.py", "if not self._scales_rows(rows):", "if True:",
+    Mutant("a norm left in silence", "jln/_fuse/regions.py", "if not self._scales_rows():", "if True:",
            (f"{EXPLAIN}test_an_explanation_prints_itself",)),
     Mutant("what could be fused not told", "jln/_explain.py", "evaluate(program, arrays, Options(), [])", "()",
            (f"{EXPLAIN}test_an_explanation_prints_itself",)),
     Mutant("the line of a framework's first caller", "jln/_fuse/bodies.py", "next(filter(is_foreign, node.within), ",
            "next(iter(()), ", (f"{EXPLAIN}test_each_norm_has_its_own_line",)),
-    Mutant("a check that fused nothing not told", "jln/testing/check.py", 'if operators else "NO', 'if True else "NO',
+    Mutant("a check that fused nothing not told", "jln/testing/check.py", 'if operators else NO', 'if True else NO',
            ("tests/checker/test_catalogue.py::test_a_fused_function_is_compared_with_its_own",)),
     # Certificates of norms
     Mutant("a power whose exponent is 0 on all rows that are tried", CERTIFICATE,

@@ -80,7 +80,7 @@ def test_a_bad_row_stays_a_row_and_runs_repeat(bad, case, implementation):
         np.testing.assert_array_equal(clean[others], dirty[others])
 
 
-# A tile of several rows, a row a tile, a row shared by programs; chunks, of which test_tuning.py has shorter rows.
+# A tile of several rows, a row a tile, a row shared by programs; chunks, of which test_tiles.py has shorter rows.
 @pytest.mark.parametrize(
     ("width", "rows"), [(20, 23), (3000, 15), (12000, 11), pytest.param(16500, 11, marks=pytest.mark.heavy)]
 )

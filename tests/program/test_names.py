@@ -1,6 +1,5 @@
 """Tests: a program has the same text in every process, and another where its kernels are others."""
 
-import json
 import os
 import subprocess
 import sys
@@ -78,15 +77,9 @@ def usual():
         return first
 
 
-@pytest.mark.parametrize("change", ["tiles", "Triton's switches", "chip"])
-def test_other_kernels_make_another_program(change, usual, tmp_path, monkeypatch):
-    entry = {"choice": "forward", "h": [1024], "itemsize": 2, "tiles": [[2, 1024, 8, 1, 1]]}
-    (tmp_path / "tuned.json").write_text(json.dumps({"chip": "h200", "entries": [entry]}))
-    changes = {
-        "tiles": ("JLN_TUNING", str(tmp_path / "tuned.json")),
-        "Triton's switches": ("DISABLE_LLVM_OPT", "1"),
-        "chip": ("JLN_CHIP", "h100"),
-    }
+@pytest.mark.parametrize("change", ["Triton's switches", "chip"])
+def test_other_kernels_make_another_program(change, usual, monkeypatch):
+    changes = {"Triton's switches": ("DISABLE_LLVM_OPT", "1"), "chip": ("JLN_CHIP", "h100")}
     monkeypatch.setenv("JLN_CHIP", "h200")
     monkeypatch.setenv(*changes[change])
     assert not {*texts()} & {*usual}

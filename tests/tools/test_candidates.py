@@ -1,6 +1,4 @@
-"""Tests of candidates of tiles: what a card has found of them is a file that the package reads."""
-
-import json
+"""Tests of candidates of tiles, and of the file of what a card has found of them."""
 
 import pytest
 
@@ -8,7 +6,6 @@ pytest.importorskip("typer")
 
 import candidates
 from jln._junction import tiles
-from jln._triton import tuning
 from jln._triton.chip import CHIPS
 from jln._triton.target import Target
 from jln._triton.tile import Tile
@@ -19,7 +16,7 @@ def found(candidate, microseconds, tile=None, error=0.0, workload="layer-norm-40
     return made | {"bytes": 134_000_000, "error": error, "tiles": [[*vars(tile).values()]] if tile else []}
 
 
-def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkeypatch):
+def test_the_fastest_right_candidate_is_an_entry():
     best = Tile(2, 4096, 8)
     made = [found("by rule", 40.0), found("best", 37.0, best), found("wrong", 1.0, Tile(1, 4096, 8), error=0.2)]
     made += [found(c, us, Tile(1, 1024, 4), workload="gpt2-small") for c, us in (("by rule", 40.0), ("hardly", 39.9))]
@@ -29,9 +26,6 @@ def test_the_fastest_right_candidate_is_an_entry_that_is_chosen(tmp_path, monkey
     (entry,) = file["entries"]
     size = {"choice": "forward", "h": [4096], "itemsize": 2}
     assert entry == size | {"tiles": [[2, 4096, 8, 1, 1]], "mb_per_s": 3621622}
-    (tmp_path / "h200.json").write_text(json.dumps(file))
-    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "h200.json"))
-    assert tiles.forward(4096, 2, False, Target(CHIPS["h200"]), (4, 4)) == best
 
 
 def test_the_rules_answer_with_a_candidate_as_long_as_it_is_asked_for():

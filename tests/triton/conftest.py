@@ -1,4 +1,4 @@
-"""Fixtures of compilers and of measured tiles."""
+"""Fixtures of compilers."""
 
 import pytest
 
@@ -18,12 +18,3 @@ def compile_all(worker):
     from launches import compiled
 
     return lambda cases: worker.submit(compiled, list(cases)).result()
-
-
-@pytest.fixture
-def tuning_file(tmp_path, monkeypatch):
-    """A file of measured tiles, in force and not there yet."""
-    from jln._triton import tuning
-
-    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "mine.json"))
-    return tmp_path / "mine.json"
