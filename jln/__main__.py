@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="values and gradients of the operators beside float64; 1 if one is wrong")
     check.add_argument("operators", nargs="*", metavar="OPERATOR", help="by name (default: all)")
     said = "may be repeated (default: {})".format
-    dtype = {"type": lambda name: operators.ALIASES.get(name, name), "choices": operators.DTYPES}
+    dtype = {"type": lambda name: operators.ALIASES.get(name.lower(), name.lower()), "choices": operators.DTYPES}
     check.add_argument("--dtype", action="append", **dtype, help=said("bfloat16 and float32") + "; bf16 is bfloat16")
     check.add_argument("--implementation", action="append", choices=("xla", "triton"), help=said("those that run here"))
     check.add_argument("--seconds", type=float, default=float("inf"), help="begin no further check after so many")
@@ -38,7 +38,7 @@ def main() -> int:
     try:
         local = jax.local_devices()
     except (RuntimeError, AssertionError) as error:
-        print(f"jln: no device: {str(error).partition(chr(10))[0]}")
+        print(f"jln: no device: {next(iter(str(error).split(chr(10))), '') or type(error).__name__}")
         return 2
     if given.command == "doctor":
         return doctor.run(local)

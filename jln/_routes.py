@@ -130,7 +130,7 @@ def _remark(equation: Any) -> str:
     return ""
 
 
-_FRAMEWORKS = ("jax", "flax", "haiku", "equinox", "haliax", "penzai", "keras", "numpy", "jln")
+_FRAMEWORKS = ("jax", "flax", "haiku", "equinox", "haliax", "penzai", "keras", "optax", "numpy", "jln")
 _PLACES = os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<frozen "
 
 

@@ -82,7 +82,8 @@ class Node:
 
     @property
     def output(self) -> Value:
-        return self.outputs[0]
+        """The first of the outputs; of a node without any, such as a callback, a value that nobody reads."""
+        return self.outputs[0] if self.outputs else Value(jax.ShapeDtypeStruct((), "bool"), self)
 
 
 _WORDS = {"add": "an addition", "sub": "a subtraction", "mul": "a multiplication", "div": "a division"}

@@ -116,7 +116,7 @@ class Problem:
     def names(self) -> list[str]:
         """The floats' names, by the function's signature."""
         try:
-            named = inspect.signature(self.f).bind(*self.args).arguments
+            named = inspect.signature(self.f).bind_partial(*self.args).arguments
         except (TypeError, ValueError):  # a builtin, or arguments that `f` itself will complain of
             named = {f"argument {i}": a for i, a in enumerate(self.args)}
         return [name for arg in named for name in _by_name(arg, named[arg])]

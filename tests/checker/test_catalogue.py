@@ -316,6 +316,10 @@ def test_second_derivatives_are_along_a_random_vector():
     np.testing.assert_allclose(got.got, (cotangent * vector)[got.index], rtol=1e-12)
 
 
+def centred(x, scale):
+    return jax.nn.standardize(x, epsilon=1e-6) * jnp.expand_dims(scale, 0)
+
+
 def test_a_fused_function_is_compared_with_its_own(monkeypatch):
     report = testing.check_fuse(norm, X, X[0])
     assert report.ok and [row.name for row in report.rows] == ["result", "x", "scale"]
@@ -326,6 +330,20 @@ def test_a_fused_function_is_compared_with_its_own(monkeypatch):
     assert not testing.check_fuse(norm, X, X[0]).ok
     half = testing.check_fuse(norm_in_float32, X, X[0])
     assert half.ok and " in float32," in half.title  # where 1e-9 is nothing
+
+
+def test_what_a_fused_function_may_be_given():
+    """Arguments that are no arrays stay what they are, by name too; a result may be zero but for roundings."""
+
+    def loss(parts, x, twice, *, how):
+        assert twice is True and how == "mean"
+        return jnp.mean(parts["norm"](x, parts["scale"]))
+
+    report = testing.check_fuse(loss, {"norm": centred, "scale": X[0]}, X, True, how="mean")
+    assert report.ok and [row.name for row in report.rows] == ["result", "parts['scale']", "x"]
+    testing.assert_operators(
+        jln.fuse(loss), {"norm": centred, "scale": X[0]}, X, True, how="mean", expect={"layer_norm": 1}
+    )
 
 
 def test_lost_operators_are_told():

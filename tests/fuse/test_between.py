@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jln
 from plain_norms import B, C, R, S, V, W, X, layer, rms
-from proof import H, apart, difference, equations, operators
+from proof import Case, H, apart, difference, equations, operators, prove
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 ONE = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
@@ -215,3 +215,29 @@ def test_a_name_in_front_of_an_operator_stays():
     (named,) = (e.outvars[0] for e in program if e.primitive.name == "name")
     (operator,) = (e for e in program if e.primitive.name.startswith("jln_"))
     assert named in operator.invars
+
+
+@pytest.mark.parametrize("linears", [False, True])
+def test_a_callback_may_read_a_norms_result(linears):
+    """A callback has no results of its own."""
+
+    def loss(x, w):
+        y = jax.nn.standardize(x, epsilon=1e-6)
+        jax.debug.callback(lambda _: None, y)
+        return jnp.sum(y @ w) + jnp.sum(x)
+
+    prove(Case(loss, (X[0], W), {"layer_norm": 1}, {"linears": linears}))
+
+
+def test_the_bias_of_a_linear_is_the_next_norms():
+    """A Linear alone between two norms: its bias is read by the second's sum, and the first is one operator with it."""
+
+    def loss(x, w, b):
+        for _ in range(3):
+            x = x + (jax.nn.standardize(x, epsilon=1e-6) @ w + b)
+        return jnp.sum(x**2)
+
+    args = X[0], np.eye(H) / 2, S
+    found = {"layer_norm_linear": 1, "add_layer_norm_linear": 2}
+    prove(Case(loss, args, found, {"linears": True}))
+    assert "rsqrt" not in str(jax.make_jaxpr(jln.fuse(loss, linears=True))(*args))

@@ -1,5 +1,6 @@
 """`jln.fuse` of functions whose arguments are objects of Flax NNX, and what a call changes in them."""
 
+import functools
 import gc
 import types
 
@@ -108,3 +109,19 @@ def test_objects_may_be_anywhere(argument):
     got, wanted = fused({"of": argument}, X), fused.__wrapped__({"of": argument}, X)
     np.testing.assert_allclose(got[0], wanted[0], rtol=1e-5, atol=1e-5)
     assert len(got[1]) == len(wanted[1])
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.vmap, lambda f: lambda x: jax.lax.map(f, x), nnx.jit])
+def test_a_module_of_another_trace_that_is_not_changed(around):
+    """Flax lets nobody change one; a loss that changes none may read it, as without `fuse`."""
+    module = nnx.LayerNorm(H, rngs=nnx.Rngs(0))
+    fused = jln.fuse(lambda m, x: jnp.sum(m(x) ** 2))
+    got, wanted = (around(functools.partial(f, module))(X) for f in (fused, fused.__wrapped__))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_a_module_of_another_trace_that_would_be_changed_is_not_lost():
+    model = Model()
+    with pytest.raises(Exception, match="trace level"):  # of Flax
+        jax.jit(lambda x: jln.fuse(loss)(model, x))(X)
+    assert np.isfinite(loss(model, X)) and int(model.calls[...]) == 1

@@ -1,6 +1,7 @@
 """Tests of `jln.explain`."""
 
 import gc
+import pickle
 import re
 import subprocess
 import sys
@@ -154,11 +155,27 @@ def test_an_explanation_prints_itself():
     assert unfused.summary == "not fused; jln.fuse takes 2 of 3 norms; 1 with their sum"
     assert [r.path for r in unfused] == ["plain"] * 3
     assert unfused[0].why == "jln.fuse makes it jln.layer_norm of x, scale"
-    twice = repr(jln.explain(jln.fuse(lambda x, s: [norms(x, s), norms(jnp.sin(x), s)]), X, scales))
-    assert twice.splitlines()[0] == "4 of 6 norms; 2 with their sum"
+    twice = repr(jln.explain(jln.fuse(lambda x, s: [norms(x, s), norms(jnp.sin(x), s)]), X, scales)).splitlines()
+    assert twice[0] == "4 of 6 norms; 2 with their sum" and [line[:3] for line in twice[1:]] == ["2 x"] * 3
     step = jax.grad(lambda x: jnp.sum(norms(x, scales)))
     assert "differentiates inside" in jln.explain(step, X).summary
     assert str(jln.explain(jnp.sin, X)) == "no norm was found"
+
+
+def test_norms_beside_those_of_jln_are_counted():
+    own, flax = LayerNorm(8, rngs=nnx.Rngs(0)), nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+    routes = jln.explain(lambda x: own(flax(x)) @ x.T, X)
+    assert routes.summary == "1 of 2 norms; jln.fuse takes 1 more"
+    assert [r.path for r in routes] == ["plain", "norm"]
+    copied = pickle.loads(pickle.dumps(routes))
+    assert copied == routes and str(copied) == str(routes)
+
+
+def test_a_norm_with_derivatives_of_its_own_is_left_and_said_to_be():
+    function = jax.custom_jvp(lambda x: jax.nn.standardize(x))
+    function.defjvp(lambda primals, tangents: (function(*primals), tangents[0]))
+    (route,) = jln.explain(lambda x: function(jax.nn.gelu(x)) @ x.T, X)
+    assert (route.path, route.why) == ("plain", "it is in a function with derivatives of its own")
 
 
 def test_each_norm_has_its_own_line():
