@@ -13,7 +13,7 @@ import re
 import jax
 import pytest
 
-ENOUGH = 1050  # MB at which a process forgets its programs; what it imports takes 600 of them
+ENOUGH = 950  # MB at which a process forgets its programs; what it imports takes 600 of them
 MORE = 150  # MB that it may hold beyond what it could not give back before it does so again
 STATUS = pathlib.Path("/proc/self/status")
 held = {}  # by process, the most MB
