@@ -13,7 +13,7 @@ from jln._routes import Route
 _ON_DEMAND = ["checkpoint_policies", "equinox", "haiku", "linen", "nnx", "testing"]
 __all__ = ["PRODUCT", "STATISTICS", "Route", "explain", "fuse", "reference"]
 __all__ += _operators.__all__
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 
 def __getattr__(name: str) -> _ModuleType:
