@@ -91,20 +91,20 @@ def saves(report: dict[str, Any], path: pathlib.Path) -> None:
     chart(path, "Bytes that forward + backward moves, and holds: less is better", caption, columns, rows)
 
 
-def steps(found: dict[str, Any], path: pathlib.Path, moved: str = "bytes_outside_products") -> None:
-    """Draw whole steps: bytes, by default those outside of matmuls and attention, and temporary memory."""
+def steps(found: dict[str, Any], path: pathlib.Path, *, whole: bool = False) -> None:
+    """Draw steps: temporary memory, and bytes, of the whole step or outside of matmuls and attention."""
     rows = {}
     for step in found["steps"]:
         columns = []
-        for fact in (moved, "temporary_bytes"):
-            values = {name: step["programs"][name][fact] for name in STEPS}
+        for fact in ("bytes" if whole else "bytes_outside_products", "temporary_bytes"):
+            values = {n: step["programs"][n][fact] for n in STEPS if not whole or n != "no norm"}
             changes = {n: f"{math.ceil(1000 * (v / values['as it is'] - 1)) / 10:+.1f} % " for n, v in values.items()}
             columns.append([Bar(STEPS[n], v, f"{changes[n]}{n} {v / 1e9:.3g} GB") for n, v in values.items()])
         rows[f"{shlex.quote(step['name'])} --products {step['products']}"] = columns
-    what = "by all kernels" if moved == "bytes" else "outside of matmuls and attention"
+    what, end = ("by all kernels", ".") if whole else ("outside of matmuls and attention", ". No norm: left out.")
     by = f"python benchmarks/steps.py NAME --layers 12, {found['chip'].upper()}, JAX {found['versions']['jax']}"
-    columns, caption = {f"bytes moved {what}": None, "temporary memory": None}, f"{by}. No norm: without its norms."
-    chart(path, "A whole training step: less is better", caption, columns, rows)
+    columns = {f"bytes moved {what}": None, "temporary memory": None}
+    chart(path, "A whole training step: less is better", by + end, columns, rows)
 
 
 def times(results: dict[str, Any], fact: str, path: pathlib.Path) -> None:
@@ -138,7 +138,7 @@ def main(folder: Annotated[pathlib.Path, typer.Argument(help="In which they are 
     saves(report, folder / "benchmarks/pictures/saves.svg")
     steps(whole, folder / "benchmarks/pictures/steps.svg")
     front = [s for s in whole["steps"] if s["name"].isalpha() and s["products"] == "XLA"]
-    steps(whole | {"steps": front}, folder / "benchmarks/pictures/front.svg", "bytes")
+    steps(whole | {"steps": front}, folder / "benchmarks/pictures/front.svg", whole=True)
     times(card, "of_ceiling", folder / "benchmarks/results/h200/card.svg")
     times(cpu, "median", folder / "benchmarks/results/cpu/speed.svg")
     times(cpu, "peak_bytes", folder / "benchmarks/results/cpu/memory.svg")

@@ -220,8 +220,7 @@ def on_objects(function: Callable[..., Any], transform: Callable[..., Any]) -> C
             results, objects = program(_UNHASHABLE, tree)
             if objects is not None:  # into the caller's, if it may be changed here, of which Flax asks too late
                 for _, a in nnx.iter_graph((args, kwargs)):
-                    if isinstance(a, nnx.Variable):
-                        a._check_can_update()
+                    getattr(a, "_check_can_update", lambda: None)()  # of Variables, from some Flax 0.12 on
                 nnx.from_tree(objects, ctxtag=_FUSE, is_inner=False)
         return results
 
