@@ -360,7 +360,8 @@ def main(
     if not gradients_agree(model, config, next_batch):
         console.print("not training")
         raise typer.Exit(1)
-    print_comparison(model, config, next_batch)
+    if not resume:  # who goes on has seen it
+        print_comparison(model, config, next_batch)
     train(model, optimizer, config, LOSSES[norm], texts, manager, record, minutes)
     manager.close()  # waits until the last checkpoint is on disk
     (out / "metrics.json").write_text(json.dumps(record))
