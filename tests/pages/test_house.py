@@ -26,7 +26,7 @@ FLOORS = (
 ROOMS = set().union(*FLOORS)
 GRAPH = grimp.build_graph("jln", exclude_type_checking_imports=True, cache_dir=None)
 # The most lines of Python in each folder. A change may lower a number, to what is there then, and never raise one.
-CEILINGS = {"jln": 12802, "tests": 21970, "benchmarks": 5439}
+CEILINGS = {"jln": 12801, "tests": 21970, "benchmarks": 5439}
 # A docstring that begins so is the rest of a sentence, a question, or about something said elsewhere.
 NO_BEGINNINGS = """
 about after also and as at because before behind beside between but by during for from in into of on onto only or over
